@@ -32,7 +32,7 @@ from minifloat.ops import new
 
 @dataclass(frozen=True)
 class NormCall:
-    """The norm of one call, and the outputs of forward after Y: N (``return_norm``), and S (``return_stream``).
+    """Norm of one call, and the outputs of forward after Y: N (``return_norm``), and S (``return_stream``).
 
     S is the residual stream, whose gradient is added where dX is computed.
     """
@@ -42,11 +42,11 @@ class NormCall:
     return_stream: bool = False
 
     def recomputation(self, beta: Tensor | None, stream: Tensor, gamma: Tensor) -> Callable[..., FusedOutput]:
-        """Gives N once more for :func:`recompute_operand`, rounded as the forward rounded it."""
+        """Returns what gives N once more for :func:`recompute_operand`, rounded as the forward rounded it."""
         return partial(norm_value, stream, gamma, beta, self.norm, return_value=self.return_norm)
 
     def extra_outputs(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-        """N and S, or their gradients, of what there is of them; None for what is not wanted.
+        """Returns N and S, or their gradients, of those that are ``given``; None for what is not wanted.
 
         Functions return what is wanted alone: for an output that is None Dynamo may not trace their backward.
         """
@@ -54,7 +54,7 @@ class NormCall:
 
 
 class LayerNormLinearFunction(torch.autograd.Function):
-    """S = X + R, N = norm(S), Y = N W^T + b, and the gradients. Without a residual R, S is X.
+    """Computes S = X + R, N = norm(S), Y = N W^T + b, and the gradients. Without a residual R, S is X.
 
     ======  ========  =================  ======================
     tensor  shape     contracted over    quantized along
@@ -115,7 +115,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
 def multiply_output(
     linear: LinearCall, compute: Callable[..., FusedOutput], weight: Tensor, bias: Tensor | None, returned: bool = False
 ) -> tuple[Tensor, FusedOutput, tuple[Operand | None, Operand | None], Tensor | None]:
-    """A linear whose X is the output of a norm or an activation, which may be cast by the kernel that computes it.
+    """Computes a linear of the output of a norm or an activation, which may be cast by the kernel that computes it.
 
     Args:
         compute: gives the output for a quantizer: ``norm_value`` or ``act_value``.
@@ -153,7 +153,7 @@ def multiply_output(
 def norm_outputs(
     ctx: Any, norm: NormCall, spec: Spec, n: FusedOutput, x: Tensor, residual: Tensor | None
 ) -> list[Tensor]:
-    """The outputs after Y: N and S, each if it is wanted, and with a gradient if what it is computed from has one."""
+    """Returns the outputs after Y: N and S if wanted, each with a gradient if what it is computed from has one."""
     value, stream = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
     moving = x.requires_grad or (residual is not None and residual.requires_grad)
     outputs, constant = [], []
@@ -168,14 +168,14 @@ def norm_outputs(
 
 
 def saved_of_norm(spec: Spec, n: FusedOutput, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What backward reads of the norm: beta, to recompute N; and what :func:`norm_gradients` takes, if it runs."""
+    """Lists what backward reads of the norm: beta, to recompute N; and what :func:`norm_gradients` takes."""
     assert n.stream is not None
     of_gradients = (guarded(n.stream), gamma, *n.saved) if spec.options.needs_x else ()
     return beta if spec.recompute_x else None, *of_gradients
 
 
 def recompute_operand(spec: Spec, scale: Tensor | None, compute: Callable[..., FusedOutput]) -> Operand:
-    """What wgrad reads of X; ``scale``: delayed scaling's in the forward. Nothing is recorded a second time."""
+    """Recomputes wgrad's operand of X; ``scale``: delayed scaling's in the forward. No amax is recorded again."""
     quantizer = spec.config.input.with_usage(rowwise=False)
     scale = scale if reads_fp32(quantizer) else None
     output = compute(quantizer, scale=scale, fused=True, recompute=True)
@@ -191,7 +191,7 @@ def norm_gradients(
     extra: Sequence[Tensor | None],
     *saved: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """dX, dR, dgamma and dbeta from the gradients of N, dgrad's and a returned N's, and of S; any may be missing.
+    """Computes dX, dR, dgamma and dbeta from the gradients of N, dgrad's and a returned N's and of S; any may be None.
 
     ``spec``, ``exchange``: of the linear that reads N. Where that gathers N, each rank has seen the gradients of its
     rows alone.
@@ -217,7 +217,7 @@ def norm_gradients(
 
 @dataclass(frozen=True)
 class MLPCall:
-    """One call: the norm, the activation, and both linears' calls."""
+    """Norm, activation and the calls of both linears."""
 
     norm: NormCall
     activation: Activation
@@ -226,7 +226,7 @@ class MLPCall:
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
-    """S = X + R, N = norm(S), H = N W1^T + b1, A = act(H), Y = A W2^T + b2, and the gradients.
+    """Computes S = X + R, N = norm(S), H = N W1^T + b1, A = act(H), Y = A W2^T + b2, and the gradients.
 
     ======  =========  =================  ======================
     tensor  shape      contracted over    quantized along
@@ -310,7 +310,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
 
 def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, delayed_call: DelayedCall | None) -> FusedOutput:
-    """dH, with its sum over the rows, db1, if that is needed."""
+    """Computes dH, and its sum over the rows, db1, if that is needed."""
     spec, options = mlp.fc1.spec, mlp.fc1.spec.options
     rounded = spec.override is not None  # its gradients read dH itself
     casts = options.needs_x or options.needs_w  # else only the bias is trained, whose gradient sums what a cast reads
@@ -323,7 +323,7 @@ def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, delayed_call: DelayedCall
 
 
 def _grad_operands(mlp: MLPCall, dh: FusedOutput, delayed_call: DelayedCall | None) -> Quantized:
-    """The operands of dH for the first linear."""
+    """Casts dH for the first linear."""
     spec, exchange, *_ = mlp.fc1
     if dh.quantized is None:
         assert dh.value is not None

@@ -17,13 +17,7 @@ from minifloat import finite
 from minifloat.arguments import Size, checked, label_of, shown
 from minifloat.autocast import checks_finite
 from minifloat.functional.autograd import apply, exporting, first_order, guarded
-from minifloat.ops.permute import (
-    check_indices,
-    checked_indices,
-    permute_rows,
-    unpermute_rows,
-    unpermute_rows_backward,
-)
+from minifloat.ops.permute import check_indices, checked_indices, permute_rows, unpermute_rows, unpermute_rows_backward
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 

@@ -23,7 +23,7 @@ _MOST_CUSTOM = 8  # recipes of a layer: a program that makes one for each step m
 
 
 class LinearCasts(NamedTuple):
-    """The casts of a kind of call: of X and W in one launch a phase, of each where the other exists already, of dY."""
+    """Casts of a kind of call: of X and W in one launch a phase, of each where the other exists already, of dY."""
 
     both: RoleCasts
     x: RoleCasts
@@ -33,7 +33,7 @@ class LinearCasts(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """The decisions on one kind of call of a linear.
+    """Decisions on one kind of call of a linear.
 
     Args:
         config: how the recipe quantizes each tensor.
@@ -123,13 +123,13 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
 
 
 def is_shared(quantizer: Quantizer) -> bool:
-    """Siblings would make the same operands: they are quantized, and neither by a layer's own scale nor at random."""
+    """Whether siblings would make the same operands: quantized, neither by a layer's own scale nor at random."""
     formats = [fmt for fmt, _ in quantizer.casts]
     return quantizer.quantized and all(f.scale_rule != "given" and f.rounding != "stochastic" for f in formats)
 
 
 def _passing(config: LinearConfig, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """``Spec.passing``, and the same of dY: what is neither saved nor gathered."""
+    """Finds ``Spec.passing``, and the same of dY: operands that are neither saved nor gathered."""
     sharded = options.ranks is not None or options.gathers_weight
     if options.device != "cuda" or config.backward_override is not None or sharded or torch.compiler.is_compiling():
         return (), ()
@@ -149,7 +149,7 @@ def _passing(config: LinearConfig, options: Options) -> tuple[tuple[int, ...], t
 
 
 class Configured(NamedTuple):
-    """A recipe, how it quantizes a layer's tensors, and the specs that follow; read at once: threads take turns."""
+    """Recipe, how it quantizes a layer's tensors, and the specs that follow; read at once: threads take turns."""
 
     recipe: Recipe
     config: LinearConfig
@@ -157,7 +157,7 @@ class Configured(NamedTuple):
 
 
 class LinearConfigs:
-    """The configs of a layer, each asked of its recipe at the first use, and kept.
+    """Configs of a layer, each asked of its recipe at the first use, and kept.
 
     Attributes:
         latest: what was asked for last.
@@ -169,7 +169,7 @@ class LinearConfigs:
         self.custom: list[tuple[Recipe, LinearConfig]] = []
 
     def under(self, recipe: Recipe, make: Callable[[Recipe], LinearConfig]) -> Configured:
-        """That of ``recipe``; ``make``: asks it."""
+        """Returns the config of ``recipe``; ``make``: asks it."""
         if torch.compiler.is_compiling():
             return Configured(recipe, self._in_graph(recipe, make), {})
         latest = self.latest
@@ -179,7 +179,7 @@ class LinearConfigs:
         return latest
 
     def _in_graph(self, recipe: Recipe, make: Callable[[Recipe], LinearConfig]) -> LinearConfig:
-        """The same in traced code: an equal recipe is the same one, or a loop that makes its recipe would recompile.
+        """Finds a config in traced code: by equality, or a loop that makes its recipe would recompile.
 
         To keep what is found changes the layer, for which the graph is compiled once more. So it is kept where it is
         asked for later: a factory is called once, and checkpoints ask how histories are reduced. Of factories that are
@@ -208,5 +208,5 @@ class LinearConfigs:
         return config
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no specs: what is prepared in them is the original's."""
+        """Leaves specs out of copies: what is prepared in them is the original's."""
         return self.__dict__ | {"latest": self.latest and self.latest._replace(specs={})}

@@ -26,7 +26,7 @@ from minifloat.tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The ranks of a linear; what they tell each other is an exchange's, one of those in ``exchange.py``.
+    """Ranks of a linear; what they tell each other is an exchange's, one of those in ``exchange.py``.
 
     Args:
         group: the ranks.
@@ -48,15 +48,15 @@ class TensorParallel:
 
     @property
     def ranks(self) -> Ranks | None:
-        """What a spec depends on."""
+        """Part of it that a spec depends on."""
         return None if self.mode is None else Ranks(self.mode, self.sequence_parallel, self.group)
 
     def over(self, group: Group) -> Self:
-        """The same over other ranks."""
+        """Returns the same over other ranks."""
         return replace(self, group=group, regrouped=True)
 
     def of_call(self, shape: Sequence[int], lengths: Sequence[int] | None, layer: object) -> Self:
-        """With the rows of a call whose X, on this rank, has ``shape``; see :meth:`Linear.forward`.
+        """Adds the rows of a call whose X, on this rank, has ``shape``; see :meth:`Linear.forward`.
 
         Raises:
             ValueError: naming ``layer``, where the numbers do not fit.
@@ -122,12 +122,12 @@ class TensorParallel:
         return Pending([], collectives.start_all_reduce(gradient, self.group).wait)
 
     def replicated(self, parameter: Tensor) -> Tensor:
-        """``parameter``, which all ranks have and each uses for its own rows, with the gradient of all of them."""
+        """Gives ``parameter``, which all ranks have and each uses for its own rows, the gradient of all of them."""
         return apply(_Replicated, parameter, self) if self.sequence_parallel else parameter
 
 
 class _Replicated(torch.autograd.Function):
-    """The identity; the gradient is summed over the ranks."""
+    """Identity whose gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, exchange: TensorParallel) -> Tensor:
@@ -154,7 +154,7 @@ def prepare_shard(
     scale: Tensor | None = None,
     rng: Tensor | None = None,
 ) -> Quantized:
-    """What a rank gathers of ``x``, which may be quantized already; a collective.
+    """Makes the operands of ``x`` that this rank sends; ``x`` may be quantized already; a collective.
 
     Operands are gathered as they are where their scales hold for the whole: no unit straddles ranks, and either scales
     are those of blocks alone or ``scales_agree``. Otherwise, or where an orientation is missing or has another format,
@@ -177,7 +177,7 @@ def prepare_shard(
 
 
 def _holds_for_whole(held: Quantized, fmt: Format, dim: int, shards: ShardMap, scales_agree: bool) -> bool:
-    """``held`` has an operand of this format with the scales that the whole would have."""
+    """Whether ``held`` has an operand of this format with the scales that the whole would have."""
     own = fmt.owns_scales(dim) and not fmt.reduces_amax(dim)
     serves = any(operand is not None and operand.serves(dim) and operand.format == fmt for operand in held)
     along = ROWWISE if fmt.symmetric else dim
@@ -194,7 +194,7 @@ class Gathered:
         self._received: dict[int, Operand] = {}
 
     def along(self, dim: int) -> Operand:
-        """The operand that a GEMM contracts along ``dim``; each can be had once."""
+        """Returns the operand that a GEMM contracts along ``dim``; each can be had once."""
         while dim not in self._received:
             (rowwise, columnwise), *_ = self._pending.pop(0).wait()
             if rowwise is not None:
@@ -205,7 +205,7 @@ class Gathered:
 
 
 def one_orientation(operand: Operand) -> Quantized:
-    """``operand`` alone, in its place."""
+    """Returns ``operand`` alone, in its place."""
     return Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
 
 
@@ -213,7 +213,7 @@ def one_orientation(operand: Operand) -> Quantized:
 
 
 class _SharedGather(threading.local):
-    """A part and what was gathered of it, of one thread and inside of a scope."""
+    """Part and what was gathered of it, of one thread and inside of a scope."""
 
     def __init__(self) -> None:
         self.scopes = 0
@@ -225,7 +225,7 @@ _shared = _SharedGather()
 
 @contextmanager
 def gathered_once() -> Iterator[None]:
-    """Column-parallel linears that are given one X inside, one after the other, gather it once.
+    """Lets column-parallel linears that are given one X inside, one after the other, gather it once.
 
         with gathered_once():
             q, k, v = self.query(x), self.key(x), self.value(x)
@@ -247,13 +247,13 @@ def gathered_once() -> Iterator[None]:
 
 
 def shared_whole(part: Quantized) -> Quantized | None:
-    """What a sibling has just gathered of this very ``part``, rowwise."""
+    """Returns what a sibling has just gathered of this very ``part``, rowwise."""
     whole = None if torch.compiler.is_compiling() else _shared.whole
     return whole[1] if whole is not None and whole[0] is part else None
 
 
 def offer(part: Quantized, whole: Quantized | Gathered) -> Quantized | Gathered:
-    """What fprop reads of ``whole``, gathered of ``part``; inside of :func:`gathered_once` it stays for siblings."""
+    """Returns what fprop reads of ``whole``, gathered of ``part``; in :func:`gathered_once` it stays for siblings."""
     if torch.compiler.is_compiling() or isinstance(whole, Quantized) or not _shared.scopes:
         return whole
     _shared.whole = None  # the one before is freed before this one arrives

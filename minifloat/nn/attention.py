@@ -1,4 +1,4 @@
-"""``DotProductAttention``: masks, layouts, packed sequences around PyTorch's; rotary positions (Su et al. 2021)."""
+"""``DotProductAttention``: masks, layouts and packed sequences around PyTorch's; rotary positions (Su et al. 2021)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RotaryPercent = Annotated[float, Accepts("a number above 0, at most 1", lambda v
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """The angles ``position * rotary_base^(-2 i / dim)`` of each position and pair ``i`` of channels, in fp32.
+    """Computes the angles ``position * rotary_base^(-2 i / dim)`` of each position and pair ``i`` of channels, in fp32.
 
     Args:
         dim: channels of a head; ``int(dim * rotary_percent)`` of them, an even number, are turned.
@@ -87,7 +87,7 @@ class RotaryPositionEmbedding(nn.Module):
 
     @checked
     def forward(self, max_seq_len: Count, offset: Count = 0) -> Tensor:
-        """Angles of the positions ``offset`` to ``offset + max_seq_len``, fp32 [max_seq_len, 1, 1, dim].
+        """Computes the angles of the positions ``offset`` to ``offset + max_seq_len``, fp32 [max_seq_len, 1, 1, dim].
 
         Each angle is there twice, at both channels of its pair, for :func:`~minifloat.apply_rotary_pos_emb`.
         """
@@ -113,7 +113,7 @@ _TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 
 
 class DotProductAttention(nn.Module):
-    """softmax(q k^T scale) v of several heads, with masks, sliding windows, softcap, dropout and packed sequences.
+    """Attention, softmax(q k^T scale) v, with masks, sliding windows, softcap, dropout and packed sequences.
 
     It has no parameters, and runs on PyTorch's SDPA or FlexAttention: ``print`` shows which, and why. Whatever a query
     may not attend to has no influence on it and gets no gradient from it, unless it is NaN or infinite. A query that
@@ -191,7 +191,7 @@ class DotProductAttention(nn.Module):
         bottom_right_diagonal: bool | None = None,
         core_attention_bias: Tensor | None = None,
     ) -> Tensor:
-        """Queries [..., h, d], keys and values [..., groups, d] in ``qkv_format`` to [..., h * d] of the values.
+        """Attends from queries [..., h, d] to keys and values [..., groups, d] in ``qkv_format``; gives [..., h * d].
 
         Args:
             attention_mask: bool, True where something is **masked out**. For ``"padding"`` masks [b, 1, 1, s] or
@@ -237,7 +237,7 @@ class DotProductAttention(nn.Module):
         return self._from_bhsd(out)
 
     def backend(self, device: str, dtype: torch.dtype = torch.bfloat16) -> Backend:
-        """What computes it on a type of device with the module's own options, and why."""
+        """Names what computes it on a type of device with the module's own options, and why."""
         band = self._band(self.attn_mask_type, self.window_size)
         nowhere = torch.empty(0, device="meta")
         apart = self.qkv_format == "thd" or "padding" in self.attn_mask_type
@@ -279,7 +279,7 @@ class DotProductAttention(nn.Module):
         starts: tuple[Tensor | None, Tensor | None],
         bottom_right: bool,
     ) -> tuple[Places, Places] | tuple[None, None]:
-        """Of packed or padded sequences."""
+        """Finds the sequence and position of each token, of packed or padded sequences."""
         if self.qkv_format == "thd":
             self._check_unused("attention_mask", mask)
             names = ("cu_seqlens_q", "cu_seqlens_kv")
@@ -305,7 +305,7 @@ class DotProductAttention(nn.Module):
         return padded_places(valid[0], valid[1], bottom_right)
 
     def _filled(self, name: str, cu_seqlens: Tensor | None, t: Tensor) -> Tensor:
-        """bool [B, S], True on as many tokens of each row as its sequence has."""
+        """Builds a mask, bool [B, S], True on as many tokens of each row as its sequence has."""
         lengths = check_cu_seqlens(self, f"cu_seqlens_{name}", cu_seqlens).diff()
         if lengths.shape[0] != t.shape[0]:
             raise ValueError(

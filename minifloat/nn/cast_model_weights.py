@@ -1,4 +1,4 @@
-"""The weights of a whole model, cast together in a few launches."""
+"""Casts of the weights of a whole model, together in a few launches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def cast_weights(model: nn.Module) -> Iterator[None]:
 
 
 class _Weight:
-    """The weight of a layer, and how it is cast; ``history``: of delayed scaling, if that gives its scale."""
+    """Weight of a layer, and how it is cast; ``history``: of delayed scaling, if that gives its scale."""
 
     def __init__(self, layer: LinearState, config: LinearConfig, sources: tuple[Tensor, ...]) -> None:
         self.layer, self.sources = layer, sources
@@ -78,7 +78,7 @@ class _Weight:
 
     @classmethod
     def of(cls, layer: LinearState) -> _Weight | None:
-        """None where the layer is to cast it by itself."""
+        """Describes the weight of ``layer``; None where the layer is to cast it by itself."""
         recipe = recipe_in_force(layer)
         if recipe is None or layer._etp is not None or not layer._keeps_weight:
             return None
@@ -90,7 +90,7 @@ class _Weight:
 
 
 def _is_emulated(config: LinearConfig, weight: Tensor) -> bool:
-    """A cast for the product alone gives values, which costs less than codes that are kept."""
+    """Whether the product is emulated: a cast for it alone gives values, which costs less than codes that are kept."""
     formats = config.input.format(ROWWISE), config.weight.format(ROWWISE)
     return weight.is_cuda and backends.backend(*formats, weight.device) == "emulated"
 

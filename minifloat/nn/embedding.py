@@ -1,9 +1,9 @@
-"""Embeddings of which each rank has some rows: ``VocabParallelEmbedding`` by tokens, ``EtpEmbedding`` with its own."""
+"""Embeddings whose rows ranks share: of the same tokens ``VocabParallelEmbedding``, of other ones ``EtpEmbedding``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from minifloat.recompute import exchange_of
 
 
 class EtpEmbedding(SharedRows, nn.Embedding):
-    """``weight[tokens]`` where each rank of ``etp_group``, which has tokens of its own, has some rows of the table.
+    """Embedding of which each rank of ``etp_group``, which has tokens of its own, has some rows.
 
     The table [V, D] is gathered in its own dtype before the lookup, and freed after it: backward needs none of it. Its
     gradient [V, D] is reduced as those of weights of :class:`~minifloat.Linear` are. It starts as ``nn.Embedding`` of
@@ -85,7 +85,7 @@ class EtpEmbedding(SharedRows, nn.Embedding):
         self.weight.copy_(rows if self._etp is None else rows[self._etp.rows.range(0)])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [...], this rank's own, to their rows [..., D]."""
+        """Looks up this rank's own tokens [...]: rows [..., D]."""
         if self._etp is None:
             return super().forward(tokens)
         if torch.compiler.is_compiling():
@@ -95,33 +95,15 @@ class EtpEmbedding(SharedRows, nn.Embedding):
 
     @property
     def _label(self) -> str:
-        """What errors call the layer."""
+        """Name of the layer in errors."""
         return f"{type(self).__name__}({self.vocabulary}, {self.embedding_dim})"
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self._etp is None else f", etp_size={self._etp.sharding.group.size}")
 
-    def invalidate(self) -> None:
-        """Forgets what was cast: call it after writing to the parameter in a way that PyTorch does not see."""
-        if self._etp is not None:
-            self._etp.forget()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.invalidate()  # module.to() and the like write through .data
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark_parameters()
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        self.invalidate()
-        if self._etp is not None:
-            self._etp.rows.cut_wholes(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._mark_parameters()
-
 
 class VocabParallelEmbedding(EtpEmbedding):
-    """``weight[tokens]`` where each of p ranks has about V/p rows of the table [V, D].
+    """Embedding of which each of p ranks has about V/p rows of the table [V, D].
 
     A rank looks up the tokens that it has rows of and puts 0 for the others; the sum over the ranks is the result,
     exactly, since one addend of each element is not 0. V need not divide by p: ``vocabulary_shards`` says who has what.
@@ -197,7 +179,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         module._mark_parameters()
 
     def _init_state(self, vocabulary: int, exchange: Local, init_method: InitMethod | None) -> int:
-        """Everything that an ``nn.Embedding`` lacks, and how many rows it has."""
+        """Sets what an ``nn.Embedding`` lacks; returns how many rows it has."""
         shards, rank = vocabulary_shards(vocabulary, exchange.group.size), exchange.group.rank
         self.__dict__.update(
             vocabulary=vocabulary, _exchange=exchange, init_method=init_method, first=shards.first(rank)
@@ -205,7 +187,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         return shards.rows[rank]
 
     def forward(self, tokens: Tensor, rows_per_rank: Sequence[int] | None = None) -> Tensor:
-        """Tokens [S, ...], the same on all ranks, to their rows [S, ..., D], or this rank's part of dim 0 of them.
+        """Looks up tokens [S, ...], the same on all ranks: rows [S, ..., D], or this rank's part of dim 0 of them.
 
         Args:
             tokens: int; one that is not from 0 to V - 1 is an error of indexing, as of ``nn.Embedding``.
@@ -253,7 +235,7 @@ class VocabParallelEmbedding(EtpEmbedding):
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows [V/p, D] of this rank, and which tokens are not its own, to the sum over the ranks."""
+    """Looks up tokens in the rows [V/p, D] of this rank, and sums over the ranks."""
 
     @staticmethod
     def forward(

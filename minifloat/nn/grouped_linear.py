@@ -27,7 +27,7 @@ from minifloat.functional.quantize import as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec
 from minifloat.nn import linear_call, options
 from minifloat.nn.linear_call import needs_eager, run_eager
-from minifloat.nn.linear_state import LinearState, fitting
+from minifloat.nn.linear_state import LinearState, reusable_operands
 from minifloat.nn.options import InitMethod, layout_of, one_dtype
 from minifloat.nn.quantized_parameters import (
     bind_scales,
@@ -249,7 +249,7 @@ class GroupedLinear(LinearState):
         self, spec: Spec, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None
     ) -> Quantized | None:
         experts = self._each("weight") if torch.compiler.is_compiling() and self._matrices else []
-        if not experts or not are_alike(experts) or fitting(experts[0], spec) is None:
+        if not experts or not are_alike(experts) or reusable_operands(experts[0], spec) is None:
             return super()._weight_operands(spec, delayed_call, weight, is_first_microbatch)
         operands = join_all(experts)  # in a graph, where ``weight`` is their values
         self._follow_own_scale(experts[0], delayed_call, operands)

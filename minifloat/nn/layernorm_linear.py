@@ -21,7 +21,7 @@ from minifloat.recompute import exchange_of
 
 
 class LayerNormLinear(parts.LayerOfParts):
-    """Y = norm(X) W^T + b, where the norm's kernel quantizes and no high-precision result is kept.
+    """Norm and linear, Y = norm(X) W^T + b, where the norm's kernel quantizes and its result is not kept.
 
     Its parts are the modules ``norm`` and ``linear``, and what it computes is what they compute one after the other,
     to the bit, except that delayed scaling quantizes the norm's result before it is rounded to the dtype of X. Where
@@ -99,7 +99,7 @@ class LayerNormLinear(parts.LayerOfParts):
         residual: Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:
-        """X [..., in_features] to Y [..., out_features], or to a tuple.
+        """Computes Y [..., out_features] of X [..., in_features]; returns it or a tuple.
 
         The tuple is Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``, then
         the residual stream if ``return_residual``. ``is_first_microbatch``, ``fp8_output`` and ``rows_per_rank`` are

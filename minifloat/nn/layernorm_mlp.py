@@ -21,7 +21,7 @@ from minifloat.recompute import checkpoint_without_dropout, exchange_of
 
 
 class LayerNormMLP(parts.LayerOfParts):
-    """Y = act(norm(X) W1^T + b1) W2^T + b2, where the kernels of norm and activation quantize.
+    """Norm and MLP, Y = act(norm(X) W1^T + b1) W2^T + b2, where the kernels of norm and activation quantize.
 
     Its parts are the modules ``norm``, ``fc1`` and ``fc2``; what it computes is what they compute one after the other,
     to the bit, except that delayed scaling quantizes results of norm and activation before they are rounded to the
@@ -113,7 +113,7 @@ class LayerNormMLP(parts.LayerOfParts):
         residual: Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:
-        """X [..., hidden_size] to Y of the same shape, or to a tuple.
+        """Computes Y of the shape of X [..., hidden_size]; returns it or a tuple.
 
         The tuple is Y, then fc2's bias if ``return_bias``, then the norm's result if ``return_layernorm_output``, then
         the residual stream if ``return_residual``. ``is_first_microbatch`` and ``rows_per_rank`` are those of
@@ -190,7 +190,7 @@ class LayerNormMLP(parts.LayerOfParts):
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     def backward_dw(self) -> None:
-        """As :meth:`Linear.backward_dw`, of fc2 and then of fc1; a frozen weight has no gradient to compute."""
+        """Calls :meth:`Linear.backward_dw` of fc2 and then of fc1; a frozen weight has no gradient to compute."""
         for linear in (self.fc2, self.fc1):
             if linear.weight.requires_grad:
                 linear.backward_dw()

@@ -37,7 +37,7 @@ _VALUES = Quantizer.identity().with_usage(columnwise=False)
 
 
 class Linear(LinearState, nn.Linear):
-    """Y = X W^T + b as ``nn.Linear`` computes it, through quantized operands where a recipe is in force.
+    """Linear layer, Y = X W^T + b as of ``nn.Linear``, on quantized operands where a recipe is in force.
 
     Args:
         in_features, out_features, bias, device, dtype: as of ``nn.Linear``; any sizes.
@@ -145,7 +145,7 @@ class Linear(LinearState, nn.Linear):
         fp8_grad: bool = False,
         rows_per_rank: Sequence[int] | None = None,
     ) -> Any:
-        """X [..., in_features] to Y [..., out_features], and the bias if ``return_bias``.
+        """Computes Y [..., out_features] of X [..., in_features]; returns also the bias if ``return_bias``.
 
         Under sequence parallelism dim 0 of X (column) or of Y (row) is this rank's share.
 
@@ -221,13 +221,13 @@ class Linear(LinearState, nn.Linear):
 
     @property
     def _label(self) -> str:
-        """What errors call the layer."""
+        """Name of the layer in errors."""
         if self.name or torch.compiler.is_compiling():  # sizes of modules that FSDP2 manages are symbols to a compiler
             return f"Linear {self.name!r}"
         return f"Linear({self.in_features}, {self.out_features})"
 
     def _weight_matrix(self) -> Tensor:
-        """W [out_features, in_features], this rank's: the parameter, or all of ``parameters_split`` as one."""
+        """Returns this rank's W [out_features, in_features]: the parameter, or all of ``parameters_split`` as one."""
         if self._etp is not None:
             return self._etp.grad_anchor((self.out_features, self.in_features))
         if self.parameters_split is None:
@@ -238,7 +238,7 @@ class Linear(LinearState, nn.Linear):
         return torch.cat(parts) if whole is None else apply(_Joined, whole, *parts)
 
     def whole_weight(self) -> Tensor:
-        """W of all ranks of ``etp_group``, in the dtype of the parameter: a collective; without a group W itself.
+        """Gathers W of all ranks of ``etp_group``, in the dtype of the parameter; without a group W itself.
 
         For functions that read the weight, as :func:`~minifloat.linear_cross_entropy`: its gradient is
         reduced, and added to that of this rank's rows. Tensor-parallel parts stay as they are.
@@ -246,7 +246,7 @@ class Linear(LinearState, nn.Linear):
         return self._weight_matrix() if self._etp is None else self._etp.whole()
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """W, and b where forward adds it. Straight from the parameters: nn.Module's ``__getattr__`` takes longer."""
+        """Returns W, and b where forward adds it; from ``_parameters``: nn.Module's ``__getattr__`` takes longer."""
         own = self._parameters
         weight = own.get("weight")
         unusual = self.parameters_split is not None or self._etp is not None
@@ -255,13 +255,13 @@ class Linear(LinearState, nn.Linear):
         return weight, None if self.return_bias else own["bias"]
 
     def _gathered_weight(self) -> QuantizedTensor | None:
-        """W where FSDP2 has gathered ``parameters_split`` as codes of the whole; its gradients are nobody's."""
+        """Returns W where FSDP2 has gathered ``parameters_split`` as codes of the whole; it gets no gradient."""
         first = getattr(self, self._weight_names[0])
         whole: QuantizedTensor | None = getattr(getattr(first, "gatherer", None), "whole", None)
         return whole
 
     def _bias_vector(self) -> Tensor | None:
-        """b [out_features], likewise."""
+        """Returns this rank's b [out_features], likewise."""
         if self.parameters_split is None:
             return self.bias
         own: Any = self._parameters
@@ -270,17 +270,17 @@ class Linear(LinearState, nn.Linear):
 
     @property
     def _weight_names(self) -> tuple[str, ...]:
-        """The names of the parameters that make up the weight."""
+        """Names of the parameters that make up the weight."""
         return ("weight",) if self.parameters_split is None else tuple([f"{n}_weight" for n in self.parameters_split])
 
     @property
     def _matrices(self) -> tuple[tuple[str, ...], ...]:
-        """All parameters make up one matrix, unless a subclass transposes it."""
+        """Names of the parameters of the one matrix; none where a subclass transposes it."""
         return (self._weight_names,) if type(self)._weight_matrix is Linear._weight_matrix else ()
 
     @property
     def _bias_names(self) -> tuple[str, ...]:
-        """The names of the parameters that make up the bias; empty if there is none."""
+        """Names of the parameters that make up the bias; empty if there is none."""
         if self.parameters_split is None:
             return () if self._parameters.get("bias") is None else ("bias",)
         names = [f"{name}_bias" for name in self.parameters_split]
@@ -293,7 +293,7 @@ class Linear(LinearState, nn.Linear):
     # ---- the start ----
 
     def reset_parameters(self) -> None:
-        """Initial values, quantized weights included, and delayed scaling's state as new."""
+        """Draws initial values, of quantized weights too, and resets delayed scaling's state."""
         self._reset_histories()
         fan_in = self.in_features * (self._exchange.group.size if self._exchange.mode == "row" else 1)
         bound = 0.0 if self.init_method is not None or not fan_in else fan_in**-0.5
@@ -322,7 +322,7 @@ class Linear(LinearState, nn.Linear):
                 write(self, name, part, values)
 
     def _named_split(self, split: Mapping[str, int] | Sequence[str] | None) -> Mapping[str, int] | None:
-        """``parameters_split`` with the rows of each; names alone share all rows out equally.
+        """Gives each name of ``parameters_split`` its rows; names alone share all rows out equally.
 
         Raises:
             ValueError: no names, one that is given twice or cannot be an attribute's, or rows that do not divide.
@@ -342,7 +342,7 @@ class Linear(LinearState, nn.Linear):
         return dict.fromkeys(names, self.out_features // len(names))
 
     def _share_out(self, split: Mapping[str, int] | None, fused: Sequence[int] | None) -> None:
-        """From the sizes of the whole to those of this rank."""
+        """Sets the sizes of this rank's part."""
         parts: Mapping[str, int] = {"out_features": self.out_features}
         if fused is not None:
             parts = {f"fused_parts[{i}]": rows for i, rows in enumerate(fused)}
@@ -358,7 +358,7 @@ class Linear(LinearState, nn.Linear):
             self.in_features //= self._exchange.group.size
 
     def _mark_parameters(self) -> None:
-        """Notes on the parameters of a sharded layer how they are."""
+        """Notes on the parameters of a sharded layer how they are split."""
         super()._mark_parameters()
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)) if self._exchange.mode else ():
             whole, split = self._partitions.get(kind), self.parameters_split or {}
@@ -412,7 +412,7 @@ class Linear(LinearState, nn.Linear):
 
 
 class _Joined(torch.autograd.Function):
-    """A matrix that is there already, as what its ranges of rows make up."""
+    """Joins parameters to a matrix that is there already; the gradient of each is that of its rows."""
 
     @staticmethod
     def forward(ctx: Any, whole: QuantizedTensor, *parts: Tensor) -> Tensor:

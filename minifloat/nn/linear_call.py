@@ -63,7 +63,7 @@ def prepare(
     recompute_x: bool = False,
     input_is_quantized: bool = False,
 ) -> Prepared:
-    """What one call under ``recipe`` needs, with activations in ``dtype``; ``needs_x``: so may X's gradient be.
+    """Prepares one call under ``recipe``, with activations in ``dtype``; ``needs_x``: X may need a gradient.
 
     ``exchange``: the layer's, with the rows of this call; the others as of :class:`Options`.
     """
@@ -122,7 +122,7 @@ def prepare(
 
 
 def recipe_in_force(layer: LinearState) -> Recipe | None:
-    """The layer's own recipe, else that of ``autocast``, else None."""
+    """Returns the layer's own recipe, else that of ``autocast``, else None."""
     own = layer._recipe
     return own if isinstance(own, Recipe) else surrounding_recipe() if own is None else None
 
@@ -146,7 +146,7 @@ def check_weight_dtype(layer: LinearState, dtype: torch.dtype) -> None:
 
 
 def compute_dtype(layer: LinearState, x: Tensor) -> torch.dtype:
-    """The dtype of the activations: of X, or of ``torch.autocast`` where that is on.
+    """Returns the dtype of the activations: of X, or of ``torch.autocast`` where that is on.
 
     Raises:
         ValueError: X has a dtype that cannot be quantized.
@@ -163,7 +163,7 @@ def compute_dtype(layer: LinearState, x: Tensor) -> torch.dtype:
 
 
 def returned_bias(layer: LinearState, exchange: Local) -> Tensor | None:
-    """The bias that the caller adds; to a rank's rows alone if Y is scattered, yet with the gradient of all."""
+    """Returns the bias that the caller adds; to a rank's rows alone if Y is scattered, yet with the gradient of all."""
     bias = layer._bias_vector()
     return exchange.replicated(bias) if bias is not None and exchange.mode == "row" else bias
 
@@ -171,7 +171,7 @@ def returned_bias(layer: LinearState, exchange: Local) -> Tensor | None:
 def replayed_scale(
     layer: LinearState, recipe: Recipe | None, config: LinearConfig | None, compiling: bool
 ) -> Tensor | None:
-    """Delayed scales that a recomputation reads in place of the layer's; to be asked once in each forward."""
+    """Finds the delayed scales that a recomputation reads in place of the layer's; called once in each forward."""
     scale = None if config is None or config.delayed is None else layer.forward_scaling.scale
     if scale is not None and scale.is_meta:
         check_on_meta(layer)
@@ -194,13 +194,9 @@ def check_on_meta(layer: LinearState) -> None:
 
 
 def start_delayed_call(
-    layer: LinearState,
-    recipe: DelayedScaling,
-    replayed: Tensor | None,
-    backward: bool,
-    exchange: Local,
+    layer: LinearState, recipe: DelayedScaling, replayed: Tensor | None, backward: bool, exchange: Local
 ) -> DelayedCall:
-    """Where delayed scaling keeps its state; a recomputation records nothing."""
+    """Returns where delayed scaling keeps its state in this call; a recomputation records nothing."""
     states, first = (layer.forward_scaling, layer.backward_scaling), replayed is None
     records = torch.is_grad_enabled() and first
     call = DelayedCall(states, recipe, records, backward and first, current(), replayed)
@@ -221,7 +217,7 @@ def check_dtype(layer: LinearState, x: Tensor) -> None:
 
 
 def calibration_of(layer: LinearState) -> DelayedCall | None:
-    """Where ``autocast`` calibrates delayed scaling: what is about to be computed in high precision is recorded."""
+    """Returns where to record amaxes of a call in high precision, if ``autocast`` calibrates delayed scaling."""
     context = current()
     if context is None or not context.calibrating or layer.recipe is not None or recompute.recomputes():
         return None
@@ -253,14 +249,14 @@ def check_input(layer: LinearState, x: Tensor, is_first_microbatch: bool | None)
 
 
 def _watch(layer: LinearState) -> None:
-    """Make each later step of an optimizer raise while a weight gradient of ``layer`` waits that it would miss."""
+    """Makes optimizers raise in a step while a weight gradient of ``layer`` waits that it would miss."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_refuse_waiting))
     _delaying.add(layer)
 
 
 def waiting(optimizer: Optimizer) -> list[LinearState]:
-    """The layers whose weight gradients wait, and whose weights ``optimizer`` steps."""
+    """Lists layers whose weight gradients wait, and whose weights ``optimizer`` steps."""
     layers = [layer for layer in list(_delaying) if layer._wgrad_tasks]
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]} if layers else set()
     return [layer for layer in layers if any(id(layer._weight(name)) in stepped for name in layer._weight_names)]
@@ -278,7 +274,7 @@ def _refuse_waiting(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def begin_own_gradients(
     layer: LinearState, source: LocalWeight, needs_w: bool, first: bool | None, compiling: bool
 ) -> None:
-    """A call whose backward is to write gradients of the weight by itself."""
+    """Begins a call whose backward writes the gradient of the weight by itself."""
     main_grad = needs_w and layer.fuse_wgrad_accumulation
     if needs_w:
         check_own_gradients(layer, source.parameters, main_grad)
@@ -329,12 +325,12 @@ def needs_eager(
     checkpointed: bool = False,
     writes: bool = False,
 ) -> bool:
-    """Some option of this call cannot be traced; asked in traced code alone. :func:`run_eager` is the way out.
+    """Whether some option of this call cannot be traced; :func:`run_eager` is the way out. Asked in traced code alone.
 
     ``checkpointed``: the module is about to checkpoint itself. ``writes``: ``out`` or ``dgrad_out`` is given.
 
     Raises:
-        RuntimeError: so it is, and the compiler was told ``fullgraph=True``; ``fp8_output`` in an export.
+        RuntimeError: it is so, and the compiler was told ``fullgraph=True``; ``fp8_output`` in an export.
     """
     special = fp8_output or fp8_grad or checkpointed or writes or is_first_microbatch is False or recompute._inside
     special = special or compiles_backward()
@@ -385,17 +381,17 @@ def needs_eager(
 
 
 def compiles_backward() -> bool:
-    """Compiled autograd is on, which knows of a graph's backward only what forward saved; compiled code guards this."""
+    """Whether compiled autograd is on, which knows of a backward only what forward saved; compiled code guards this."""
     return torch._dynamo.compiled_autograd.compiled_autograd_enabled
 
 
 def run_eager(forward: Callable[..., Any], *args: Any) -> Any:
-    """``forward(*args)``, uncompiled with all that it calls. A call of this function breaks the graph."""
+    """Calls ``forward(*args)`` uncompiled, with all that it calls. A call of this function breaks the graph."""
     return torch.compiler.disable(forward)(*args)
 
 
 def _in_one_graph() -> bool:
-    """The compiler was told ``fullgraph=True``; it calls this, and does not trace it."""
+    """Whether the compiler was told ``fullgraph=True``; it calls this, and does not trace it."""
     from torch._dynamo.eval_frame import skip_code
     from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import; loaded by now
 

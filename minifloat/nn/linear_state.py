@@ -1,4 +1,4 @@
-"""What a linear layer keeps beside its parameters: specs, quantized weights and amax histories."""
+"""State of a linear layer beside its parameters: specs, quantized weights and amax histories."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HISTORIES = {"forward_scaling": FORWARD_SLOTS, "backward_scaling": BACKWARD_SLO
 
 
 class CachedWeight(NamedTuple):
-    """A quantized weight, and what it was cast from and with.
+    """Quantized weight, and what it was cast from and with.
 
     ``in_capture``: by ``cast_weights``, while a CUDA graph was captured or not; None: by the layer itself.
     """
@@ -45,8 +45,8 @@ class CachedWeight(NamedTuple):
     operands: Quantized
     in_capture: bool | None = None
 
-    def of(self, sources: tuple[Tensor, ...], quantizer: Quantizer) -> bool:
-        """It has what casting the weight made of ``sources`` now would give."""
+    def holds(self, sources: tuple[Tensor, ...], quantizer: Quantizer) -> bool:
+        """Whether a cast of the weight made of ``sources`` would give the same now."""
         return (
             len(self.sources) == len(sources)
             and all(mine is theirs for mine, theirs in zip(self.sources, sources, strict=True))
@@ -103,7 +103,7 @@ class LinearState(SharedRows):
 
     @property
     def _label(self) -> str:
-        """What errors call the layer."""
+        """Name of the layer in errors."""
         raise NotImplementedError
 
     @property
@@ -115,26 +115,26 @@ class LinearState(SharedRows):
         return getattr(self, name)
 
     def _weight_matrix(self) -> Tensor:
-        """W, this rank's, in the shape that the autograd function takes."""
+        """Returns this rank's W in the shape that the autograd function takes."""
         raise NotImplementedError
 
     def _bias_vector(self) -> Tensor | None:
-        """b, likewise."""
+        """Returns this rank's b, likewise."""
         raise NotImplementedError
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """W, and b where forward adds it."""
+        """Returns W, and b where forward adds it."""
         return self._weight_matrix(), None if self.return_bias else self._bias_vector()
 
     def _gathered_weight(self) -> QuantizedTensor | None:
-        """W where FSDP2 has gathered it as one, of several parameters."""
+        """Returns W where FSDP2 has gathered it as one, of several parameters."""
         return None
 
     # ---- recipes ----
 
     @property
     def recipe(self) -> OwnRecipe:
-        """The layer's own recipe; ``"none"``: high precision, whatever surrounds it; None: what ``autocast`` gives.
+        """Recipe of its own; ``"none"``: high precision, whatever surrounds it; None: what ``autocast`` gives.
 
         A recipe or its short name may be assigned.
         """
@@ -147,7 +147,7 @@ class LinearState(SharedRows):
 
     @property
     def _distribute_module_applied(self) -> bool:
-        """PyTorch's ``parallelize_module`` and ``distribute_module`` read and set it, on every rank.
+        """Flag that PyTorch's ``parallelize_module`` and ``distribute_module`` read and set, on every rank.
 
         Raises:
             ValueError: a weight is quantized, which they would scatter as if it had the memory of its values.
@@ -164,7 +164,7 @@ class LinearState(SharedRows):
         self.__dict__["_is_distributed"] = applied
 
     def _init_state(self, recipe: RecipeLike | None, name: str) -> None:
-        """Everything that an ``nn.Linear`` lacks, which may become one of these by having its class changed."""
+        """Sets all that an ``nn.Linear`` lacks, which may become one of these by having its class changed."""
         kind = type(self)
         defaults = {key: getattr(kind, key) for key in LinearState.__annotations__ if key in vars(LinearState)}
         own: dict[str, Any] = {"_configs": LinearConfigs(), "_wgrad_tasks": [], "_wgrad_hooks": [], "_partitions": {}}
@@ -172,7 +172,7 @@ class LinearState(SharedRows):
         self.__dict__.update(defaults | own | given)  # nn.Module.__init__ may not have run yet
 
     def _config(self, recipe: Recipe) -> LinearConfig:
-        """How ``recipe`` quantizes the layer's tensors: asked at its first use, and kept."""
+        """Finds how ``recipe`` quantizes the layer's tensors: asked at its first use, and kept."""
         return self._configs.under(recipe, self._new_config).config
 
     def _new_config(self, recipe: Recipe) -> LinearConfig:
@@ -184,13 +184,13 @@ class LinearState(SharedRows):
     # ---- the start ----
 
     def _reset_histories(self) -> None:
-        """Delayed scaling's state as new."""
+        """Resets the state of delayed scaling."""
         for name in _HISTORIES:
             if name in self._modules:
                 getattr(self, name).reset_parameters()
 
     def _group_of(self, name: str) -> int:
-        """Which of the ``_groups`` linears has the weight ``name``."""
+        """Finds which of the ``_groups`` linears has the weight ``name``."""
         return 0
 
     # ---- the weight of a call ----
@@ -198,9 +198,9 @@ class LinearState(SharedRows):
     def _weight_operands(
         self, spec: Spec, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None
     ) -> Quantized | None:
-        """Operands of the weight that exist: its own, or those cached for several microbatches; None: cast it.
+        """Finds operands of the weight: its own, or those cached for several microbatches; None: cast it.
 
-        None as well of a sharded one, whose rows are cast here and gathered when they are multiplied.
+        A sharded one gives None too: its rows are cast here and gathered when they are multiplied.
         """
         quantizer = spec.w
         if self._etp is not None:
@@ -220,7 +220,7 @@ class LinearState(SharedRows):
             check_synchronized(self)
             if weight.gatherer is not None and not compiling:
                 weight.gatherer.fetch_for(quantizer, self._label)
-            ready = fitting(weight, spec)
+            ready = reusable_operands(weight, spec)
             if ready is not None:
                 self._follow_own_scale(weight, delayed_call, ready)
                 return ready
@@ -231,7 +231,7 @@ class LinearState(SharedRows):
         if (unnamed and (cached is None or cached.in_capture is None)) or not quantizer.quantized:
             return None
         sources = tuple(self._weight(name) for name in self._weight_names)
-        if not is_first_microbatch and cached is not None and cached.of(sources, quantizer):
+        if not is_first_microbatch and cached is not None and cached.holds(sources, quantizer):
             return cached.operands
         if unnamed:
             return None
@@ -244,7 +244,7 @@ class LinearState(SharedRows):
         return quantize(weight, quantizer, "weight", delayed_call, noop_flag=self._skip_weight_cast)
 
     def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
-        """A weight under delayed scaling was cast when it was written: its amax is recorded where it is used."""
+        """Records the amax of a weight under delayed scaling where it is used: it was cast when it was written."""
         self._record_weight(delayed_call, operands)
         if delayed_call is not None and not torch.compiler.is_compiling():
             bind_scale(self, self._weight_names[0], weight)
@@ -255,7 +255,7 @@ class LinearState(SharedRows):
             record(delayed_call, "weight", operands)
 
     def _replayed_scales(self, delayed_call: DelayedCall | None) -> list[Tensor | None] | None:
-        """Those of the matrices, where a recomputation reads other scales than the layer has by now."""
+        """Returns the scales of the matrices, where a recomputation reads others than the layer has by now."""
         if delayed_call is None or delayed_call.histories[0].scale is self.forward_scaling.scale:
             return None
         scales = delayed_scale(delayed_call, "weight")
@@ -266,7 +266,7 @@ class LinearState(SharedRows):
     _weight_as_it_is = LOCAL_WEIGHT
 
     def _weight_source(self, weight: Tensor, is_first_microbatch: bool | None) -> LocalWeight:
-        """Where operands of ``weight`` come from in this call, and where its gradient goes, if that is special."""
+        """Makes the weight source of this call, where operands come from or the gradient goes in a special way."""
         tasks = self._wgrad_tasks if self.delay_wgrad_compute else None
         dtype = weight.dtype if self.wgrad_in_weight_dtype else None
         of_gradient = tasks, dtype, self.fuse_wgrad_accumulation, is_first_microbatch is True
@@ -275,11 +275,11 @@ class LinearState(SharedRows):
         return type(self._weight_as_it_is)(self._own_parameters(weight), *of_gradient)
 
     def _own_parameters(self, weight: Tensor) -> Sequence[Any]:
-        """The parameters of ``weight``, if it is whole, that backward may write to by itself."""
+        """Lists the parameters of a whole ``weight`` that backward may write to by itself."""
         return (weight,)
 
     def _own_values(self) -> Tensor:
-        """What this rank has of W."""
+        """Returns what this rank has of W."""
         return self._weight_matrix().detach() if self._etp is None else torch.cat(self._etp.rows.matrices())
 
     def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
@@ -307,7 +307,7 @@ class LinearState(SharedRows):
             hook()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; weight gradients that wait for :meth:`backward_dw` are dropped."""
+        """Clears gradients, and drops weight gradients that wait for :meth:`backward_dw`."""
         self._wgrad_tasks.clear()
         super().zero_grad(set_to_none)
 
@@ -333,10 +333,8 @@ class LinearState(SharedRows):
     # ---- copies, moves and checkpoints ----
 
     def invalidate(self) -> None:
-        """Forgets the quantized weight: call it after writing to the parameter in a way that PyTorch does not see."""
         self._weight_cache = None
-        if self._etp is not None:
-            self._etp.forget()
+        super().invalidate()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameter counts its versions anew, and what waits for backward_dw belongs to the original's graph.
@@ -347,21 +345,18 @@ class LinearState(SharedRows):
         bind_scales(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.invalidate()  # module.to() and the like write through .data
         stop_counting(self._weight(name) for name in self._weight_names)
         before = {name: (r.detach(), r.get_high_precision_init_val()) for name, r in quantized_rows(self).items()}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         for name, (rows, initial) in before.items():
             assert isinstance(rows, QuantizedTensor)
             keep_quantized(self._weight(name), rows, initial, fn)
         bind_scales(self)
-        self._mark_parameters()
         return self
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        self.invalidate()
         stop_counting(self._weight(name) for name in self._weight_names)
         assign = local_metadata.get("assign_to_params_buffers", False)
         if self._etp is not None:
@@ -371,7 +366,6 @@ class LinearState(SharedRows):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         if not assign:  # there the histories are replaced after the weight
             bind_scales(self)
-        self._mark_parameters()  # which may be others now
 
     def _load_histories(self, state_dict: dict[str, Any], prefix: str, assign: bool) -> None:
         """Makes the histories that a state dict brings; those that it lacks beside a weight start anew.
@@ -390,13 +384,13 @@ class LinearState(SharedRows):
                 getattr(self, name).reset_missing(state_dict, f"{prefix}{name}.", weight.device if assign else device)
 
     def _fitting_weights(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """By name the weights that a state dict brings, but those of another shape, which PyTorch refuses."""
+        """Finds by name the weights that a state dict brings, without those of another shape, which PyTorch refuses."""
         brought = {name: state_dict.get(prefix + name) for name in self._weight_names}
         return {n: w for n, w in brought.items() if isinstance(w, Tensor) and w.shape == self._weight(n).shape}
 
 
-def fitting(weight: QuantizedTensor, spec: Spec) -> Quantized | None:
-    """The weight's own operands, if the GEMMs of ``spec`` take them as they are."""
+def reusable_operands(weight: QuantizedTensor, spec: Spec) -> Quantized | None:
+    """Returns the weight's own operands, if the GEMMs of ``spec`` take them as they are."""
     ready = reuse(weight, spec.w)
     if ready is None and weight.holds_own_matrix and pairs_with(weight.operands, spec.config, spec.options.needs_x):
         return weight.operands

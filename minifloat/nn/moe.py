@@ -24,7 +24,7 @@ from minifloat.recompute import checkpoint_without_dropout, drops_side_effects, 
 
 
 class MoE(parts.LayerOfParts):
-    """Y = the sum over the k experts of a token of p_e MLP_e(X), and that of an MLP for all tokens if there is one.
+    """Mixture of experts: Y is the sum over a token's k experts of p_e MLP_e(X), and of an MLP for all tokens.
 
     The router chooses experts, tokens are sorted by expert (k rows for each), :class:`GroupedMLP` computes, and the
     rows of each token are added up with their probabilities. Without biases these are multiplied to the activation,
@@ -124,7 +124,7 @@ class MoE(parts.LayerOfParts):
         self.expert_counts: Tensor | None = None
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None, token_mask: Tensor | None = None) -> Tensor:
-        """X [..., hidden_size] to Y of the same shape.
+        """Computes Y of the shape of X [..., hidden_size].
 
         Args:
             is_first_microbatch: as of :class:`~minifloat.Linear`.
@@ -146,7 +146,7 @@ class MoE(parts.LayerOfParts):
     def _run(
         self, x: Tensor, is_first_microbatch: bool | None, token_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Y, the loss of the router and the counts of the experts."""
+        """Computes Y, the loss of the router and the counts of the experts."""
         check_tensor(x, self)
         tokens = x.reshape(-1, x.shape[-1])
         options = {} if token_mask is None else {"token_mask": token_mask}
@@ -168,7 +168,7 @@ class MoE(parts.LayerOfParts):
 
 
 class LayerNormMoE(parts.LayerOfParts):
-    """A norm and a mixture of experts, Y = MoE(norm(X)): what a :class:`~minifloat.TransformerLayer` has for an MLP.
+    """Norm and mixture of experts, Y = MoE(norm(X)), in the place of an MLP in a :class:`~minifloat.TransformerLayer`.
 
     Args:
         hidden_size, ffn_hidden_size, eps, normalization, zero_centered_gamma, return_layernorm_output, checkpoint: as
@@ -198,7 +198,7 @@ class LayerNormMoE(parts.LayerOfParts):
         self.moe = MoE(hidden_size, ffn_hidden_size, num_experts, top_k, **of_experts)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """X [..., hidden_size] to Y of the same shape, with ``return_layernorm_output`` to Y and the norm's result."""
+        """Computes Y of the shape of X [..., hidden_size]; ``return_layernorm_output``: gives the norm's result too."""
         check_tensor(x, self)
         if not (self.checkpoint and torch.is_grad_enabled()):
             y, n = self._run(x, is_first_microbatch)
@@ -214,7 +214,7 @@ class LayerNormMoE(parts.LayerOfParts):
         return self.moe(n, is_first_microbatch), n
 
     def _run_apart(self, x: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, ...]:
-        """With what the mixture would keep."""
+        """Computes also what the mixture would keep."""
         n = self.norm(x)
         y, loss, counts = self.moe._run(n, is_first_microbatch)
         return y, n, loss, counts
@@ -222,7 +222,7 @@ class LayerNormMoE(parts.LayerOfParts):
 
 @checked
 def router_losses(model: nn.Module) -> Tensor | float:
-    """The sum of the losses of all routers of ``model`` in their latest forward, to be added to the model's own loss.
+    """Sums the losses of all routers of ``model`` in their latest forward, to be added to the model's own loss.
 
     Each is taken once: without another forward the next sum is 0. They have their coefficients in them.
     """

@@ -24,7 +24,7 @@ from minifloat.recompute import checkpoint, checkpoint_without_dropout, exchange
 
 
 class MultiheadAttention(parts.LayerOfLinears):
-    """Y = attention(X Wq^T, X Wk^T, X Wv^T) Wo^T, with grouped queries, rotary positions and norms where asked for.
+    """Multi-head attention, Y = attention(X Wq^T, X Wk^T, X Wv^T) Wo^T, with grouped queries, rotation and norms.
 
     Its parts are ``qkv`` (rows of the weight: all query heads, then all key heads, then all value heads; in cross
     attention ``query`` and ``key_value``), ``core_attention`` and ``proj``. One cast of X serves query, key and value,
@@ -177,7 +177,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         self._share_heads(exchange)
 
     def _share_heads(self, exchange: Local) -> None:
-        """Attends with this rank's part of the heads from now on: what the linears give, which are sharded already.
+        """Attends with this rank's part of the heads from now on; the linears are sharded already.
 
         Raises:
             ValueError: heads that do not divide by the number of ranks, ``bshd`` with sequence parallelism.
@@ -209,7 +209,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         residual: Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:
-        """X to Y, both [s, b, hidden_size], [b, s, hidden_size] or [tokens, hidden_size] as ``qkv_format`` says.
+        """Computes Y from X, both [s, b, hidden_size], [b, s, hidden_size] or [tokens, hidden_size].
 
         Args:
             encoder_output: what keys and values are made of in cross attention.
@@ -270,7 +270,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         exchange: Local,
         options: dict[str, Any],
     ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
-        """Each [..., heads, channels], normed and turned; the norm's result, if it is wanted; the stream.
+        """Computes q, k and v [..., heads, channels], normed and turned; the norm's result, if wanted; the stream.
 
         ``angles``, ``starts``: of queries and of keys. ``options``: of the linears.
         """
@@ -292,8 +292,8 @@ class MultiheadAttention(parts.LayerOfLinears):
                 self.rotary_pos_interleaved, starts,
             )  # fmt: skip
             of_q = of_k = None
-        q = self._place(q, self.query_norm, of_q, starts[0], exchange)
-        k = self._place(k, self.key_norm, of_k, starts[1], exchange)
+        q = self._norm_and_turn(q, self.query_norm, of_q, starts[0], exchange)
+        k = self._norm_and_turn(k, self.key_norm, of_k, starts[1], exchange)
         return (q, k, v), n, stream
 
     def extra_repr(self) -> str:
@@ -301,10 +301,10 @@ class MultiheadAttention(parts.LayerOfLinears):
         shared = f", tp_size={self._exchange.group.size}" if self._exchange.mode is not None else ""
         return f"attention_type={self.attention_type}" + rotated + shared
 
-    def _place(
+    def _norm_and_turn(
         self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, starts: Tensor | None, exchange: Local
     ) -> Tensor:
-        """Norm and rotation of queries or keys, in the order that was asked for."""
+        """Norms and turns queries or keys, in the order that was asked for."""
         if norm is not None and self.qk_norm_before_rope:
             x = parts.call_norm(norm, x, summing(exchange))
         if angles is not None:
@@ -325,7 +325,7 @@ def make_projection(
     norm: dict[str, Any] | None,
     name: str | None,
 ) -> Linear | LayerNormLinear:
-    """The linear that makes these heads, in as many parameters if not ``fused``; behind a norm of these options."""
+    """Makes the linear of these heads, in as many parameters if not ``fused``; behind a norm of these options."""
     rows = {kind: count * channels for kind, count in heads.items()}
     split = None if fused or len(rows) == 1 else rows
     options = options | {"parameters_split": split, "fused_parts": list(rows.values()), "name": name}
@@ -335,12 +335,12 @@ def make_projection(
 
 
 def summing(exchange: Local) -> Local:
-    """For parameters that serve the heads of all ranks: gradients are summed as under sequence parallelism."""
+    """Returns the exchange of parameters that serve the heads of all ranks: it sums their gradients."""
     return exchange if exchange.mode is None else ColumnSequence(exchange.group)
 
 
 def own_heads(t: Any, heads: int, exchange: Local) -> Any:
-    """This rank's ``heads`` of a mask or bias with a dim for those of all, [b, h, s, t]; anything else as it is."""
+    """Cuts this rank's ``heads`` out of a mask or bias [b, h, s, t] of all of them; leaves anything else as it is."""
     if exchange.mode is None or not isinstance(t, Tensor) or t.dim() < 3:
         return t
     return t.narrow(-3, exchange.group.rank * heads, heads) if t.shape[-3] == heads * exchange.group.size else t
@@ -359,7 +359,7 @@ def check_sizes(hidden_size: int, heads: int, groups: int, kv_channels: int | No
 
 
 def check_options(input_layernorm: bool, of_norm: Mapping[str, bool], fused: bool, fuse_wgrad: bool) -> None:
-    """``of_norm``: options by name that need an input norm."""
+    """Checks options that depend on each other; ``of_norm``: by name those that need an input norm."""
     for name, asked in of_norm.items():
         if asked and not input_layernorm:
             raise ValueError(f"MultiheadAttention: {name}=True needs input_layernorm=True")

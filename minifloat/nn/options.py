@@ -23,7 +23,7 @@ InitMethod = Callable[[Tensor], object]
 
 
 def one_dtype(label: str, dtype: torch.dtype | None, params_dtype: torch.dtype | None) -> torch.dtype | None:
-    """``dtype`` of a module's parameters, which ``params_dtype`` is another name of.
+    """Returns the dtype of a module's parameters, which ``params_dtype`` is another name of.
 
     Raises:
         ValueError: both are given and differ.
@@ -49,7 +49,7 @@ def replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 class Placement(TypedDict, total=False):
-    """Where parameters are made; ``params_dtype`` is another name of ``dtype``."""
+    """Device and dtype of parameters; ``params_dtype`` is another name of ``dtype``."""
 
     device: Device | None
     dtype: FloatDtype | None
@@ -57,7 +57,7 @@ class Placement(TypedDict, total=False):
 
 
 class LinearOptions(Placement, total=False):
-    """What all linears of a layer are given."""
+    """Options of all linears of a layer."""
 
     recipe: RecipeLike | None
     fuse_wgrad_accumulation: bool
@@ -66,7 +66,7 @@ class LinearOptions(Placement, total=False):
 
 
 class TensorParallelOptions(TypedDict, total=False):
-    """The ranks of tensor parallelism, and whether activations between layers are split over them."""
+    """Ranks of tensor parallelism, and whether activations between layers are split over them."""
 
     sequence_parallel: bool
     tp_group: ProcessGroup | None
@@ -75,11 +75,11 @@ class TensorParallelOptions(TypedDict, total=False):
 
 
 class DenseOptions(LinearOptions, TensorParallelOptions, total=False):
-    """What all linears of a layer without experts are given."""
+    """Options of all linears of a layer without experts."""
 
 
 def place(label: str, options: Placement) -> Placement:
-    """The device and dtype of ``options``, which name the dtype once from now on.
+    """Returns the device and dtype of ``options``, which name the dtype once from now on.
 
     Raises:
         ValueError: ``dtype`` and ``params_dtype`` are both given and differ.
@@ -89,7 +89,7 @@ def place(label: str, options: Placement) -> Placement:
 
 
 def chosen(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Those of ``options`` that the ``TypedDict`` ``kind`` has."""
+    """Selects the ``options`` that the ``TypedDict`` ``kind`` has."""
     return {name: value for name, value in options.items() if name in kind.__annotations__}
 
 
@@ -100,7 +100,7 @@ _CONVERTED = {"list": "torch.tensor(...)", "tuple": "torch.tensor(...)", "ndarra
 
 
 def check_tensor(x: Any, module: nn.Module, name: str = "input") -> None:
-    """Raises unless ``x``, the argument ``name`` of ``module``, is one dense tensor with its values on this rank.
+    """Checks that ``x``, the argument ``name`` of ``module``, is one dense tensor with its values on this rank.
 
     Raises:
         TypeError: no tensor.
@@ -127,7 +127,7 @@ def check_meta(x: Tensor, module: nn.Module, parameter: Tensor | None) -> None:
 
 
 def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, layer: object) -> GroupLayout:
-    """The layout of the rows of ``x`` [..., width] in so many groups; ``m_splits``: as of ``GroupedLinear.forward``."""
+    """Returns the layout of the rows of ``x`` [..., width] in groups; ``m_splits``: as of ``GroupedLinear.forward``."""
     rows = x.numel() // width if width else x.shape[:-1].numel()
     layout = m_splits
     if not isinstance(layout, GroupLayout):

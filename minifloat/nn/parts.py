@@ -1,4 +1,4 @@
-"""How a fused module treats the modules that it is made of: when it must call them, and how."""
+"""Parts of fused modules: when a module must call them rather than read their parameters, and how."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Normalization = Annotated[str, Accepts(f"one of {', '.join(NORMS)}", NORMS.__con
 
 
 def part_name(name: str | None, part: str) -> str:
-    """What recipes and errors call a part of a module of that name."""
+    """Name of a part of a module, as recipes and errors have it."""
     return f"{name}.{part}" if name else part
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Some of them requires a gradient."""
+    """Whether any of the tensors requires a gradient."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
@@ -41,7 +41,7 @@ class LayerOfLinears(nn.Module):
 
     @property
     def recipe(self) -> OwnRecipe:
-        """That of all its linears, as :attr:`minifloat.Linear.recipe`; assigning one gives it to each of them.
+        """Recipe of all its linears, as :attr:`minifloat.Linear.recipe`; assigning one gives it to each of them.
 
         Raises:
             ValueError: it is read, and they have different ones.
@@ -63,7 +63,7 @@ class LayerOfLinears(nn.Module):
 
     @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
-        """As :meth:`Linear.set_tensor_parallel_group`, of all parts."""
+        """Calls :meth:`Linear.set_tensor_parallel_group` of all parts."""
         for part in self.children():
             set_group: Any = getattr(part, "set_tensor_parallel_group", None)
             if set_group is not None:
@@ -72,7 +72,7 @@ class LayerOfLinears(nn.Module):
             self._exchange: Local = self._exchange.over(Group.of(tp_group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; weight gradients that wait for ``backward_dw`` are dropped."""
+        """Clears gradients, and drops weight gradients that wait for ``backward_dw``."""
         for linear in self._linears().values():
             linear.zero_grad(set_to_none)
         super().zero_grad(set_to_none)
@@ -85,12 +85,12 @@ class LayerOfParts(LayerOfLinears):
     """A layer whose parts have all of its parameters."""
 
     def reset_parameters(self) -> None:
-        """Initial values of all parts."""
+        """Resets the parameters of all parts."""
         for part in self.children():
             part.reset_parameters()  # type: ignore[operator]
 
     def backward_dw(self) -> None:
-        """As :meth:`Linear.backward_dw`, of all linears, the last ones first."""
+        """Calls :meth:`Linear.backward_dw` of all linears, the last ones first."""
         for part in reversed(list(self.children())):
             compute: Any = getattr(part, "backward_dw", None)
             if compute is not None:
@@ -98,7 +98,7 @@ class LayerOfParts(LayerOfLinears):
 
 
 def outputs(y: Any, *others: tuple[bool, Any]) -> Any:
-    """What a layer returns: Y, or a tuple of Y and those of the others that are wanted."""
+    """Returns Y, or a tuple of Y and those of the others that are wanted."""
     extra: tuple[Any, ...] = ()
     for wanted, other in others:
         if wanted:
@@ -110,7 +110,7 @@ def outputs(y: Any, *others: tuple[bool, Any]) -> Any:
 
 
 def is_own(part: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """It is of one of these classes of ours, without hooks and without a ``forward`` of its own."""
+    """Whether ``part`` is of one of these classes, without hooks and without a ``forward`` of its own."""
     return type(part) in kinds and not (
         "forward" in part.__dict__
         or part._forward_hooks
@@ -121,7 +121,7 @@ def is_own(part: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def needs_unfused_path(*parts: nn.Module) -> bool:
-    """Some part must be called as a module: it has hooks, was replaced (:func:`is_own`), keeps X, or is checked.
+    """Whether some part must be called as a module: it has hooks, was replaced, keeps X, or is checked.
 
     The fused function reads the parts' parameters and never calls them.
     """
@@ -134,7 +134,7 @@ def needs_unfused_path(*parts: nn.Module) -> bool:
 
 
 def call_unfused(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tuple[Any, Any]:
-    """Y, and the bias or norm's result that the part returns with it, or None.
+    """Calls a part: Y, and the bias or norm's result that it returns with it, or None.
 
     What replaced a part need not know options that are not used, nor return more than Y.
     """
@@ -144,7 +144,7 @@ def call_unfused(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tupl
 
 
 def call_norm(norm: nn.Module, x: Tensor, exchange: Local | None) -> Any:
-    """``norm(x)``; under sequence parallelism its parameters get the gradients of the rows of all ranks."""
+    """Calls a norm; under sequence parallelism its parameters get the gradients of the rows of all ranks."""
     if exchange is None or not exchange.sequence_parallel:
         return norm(x)
     replicated = {name: exchange.replicated(parameter) for name, parameter in norm.named_parameters()}
@@ -157,7 +157,7 @@ def call_norm(norm: nn.Module, x: Tensor, exchange: Local | None) -> Any:
 def call_on_stream(
     part: nn.Module, kinds: Sequence[type[nn.Module]], x: Tensor, residual: Tensor | None, *args: Any, **options: Any
 ) -> tuple[Any, Any, Tensor]:
-    """What :func:`call_unfused` gives of ``part(x + residual)``, and that sum, or X where there is no residual.
+    """Calls ``part(x + residual)`` as :func:`call_unfused` does; returns also that sum, or X without a residual.
 
     A part of one of ``kinds`` without hooks adds within its norm's kernel, in forward and in backward.
     """
@@ -169,7 +169,7 @@ def call_on_stream(
 
 
 def add_residual(x: Tensor, residual: Tensor | None, module: nn.Module) -> Tensor:
-    """``x + residual``, of one shape; X itself where there is no residual. ``module``: what errors name.
+    """Adds a residual of the shape of X; X itself where there is none. ``module``: what errors name.
 
     Raises:
         ValueError: their shapes differ.
@@ -185,12 +185,12 @@ def add_residual(x: Tensor, residual: Tensor | None, module: nn.Module) -> Tenso
 
 
 def fuses(x: Tensor) -> bool:
-    """The kernel of the norm reads ``x`` itself, not what it must be converted to."""
+    """Whether the kernel of the norm reads ``x`` itself, not what it must be converted to."""
     return x.dtype == autocast_dtype(x) and not isinstance(x, QuantizedTensor)
 
 
 def prepare_residual(x: Tensor, residual: Tensor | None, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """X and the residual for the kernel of the norm; where it cannot add them, their sum and None."""
+    """Returns X and the residual for the kernel of the norm; where it cannot add them, their sum and None."""
     alike = residual is not None and x.shape == residual.shape and x.dtype == residual.dtype
     if residual is not None and alike and fuses(x) and fuses(residual):
         return x, residual

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ParameterInit(NamedTuple):
-    """What :func:`quantized_model_init` says to the modules made inside."""
+    """Arguments of :func:`quantized_model_init`, which the modules made inside read."""
 
     recipe: Recipe
     preserve_high_precision_init_val: bool
@@ -48,7 +48,7 @@ _stack = _Stack()
 def quantized_model_init(
     enabled: bool = True, recipe: RecipeLike | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Modules made inside keep the weights of their GEMMs quantized, as :class:`~minifloat.QuantizedTensor` parameters.
+    """Keeps the weights of modules made inside quantized, as :class:`~minifloat.QuantizedTensor` parameters.
 
     So do the layers of models that :func:`~minifloat.convert` converts inside.
 
@@ -82,7 +82,7 @@ def quantized_model_init(
 
 
 def parameter_init() -> ParameterInit | None:
-    """How modules made now keep their weights; None: in high precision."""
+    """Returns how modules made now keep their weights; None: in high precision."""
     return _stack.inits[-1] if _stack.inits else None
 
 
@@ -108,7 +108,7 @@ def quantize_weights(layer: LinearState, init: ParameterInit | None) -> None:
 def quantized_weight(
     layer: LinearState, name: str, values: nn.Parameter, quantizer: Quantizer, preserve: bool
 ) -> nn.Parameter:
-    """``values`` as the weight ``name`` kept quantized, under delayed scaling with their own scale.
+    """Quantizes ``values`` as the weight ``name``, under delayed scaling with their own scale.
 
     Raises:
         ValueError: the dtype cannot be quantized.
@@ -142,7 +142,7 @@ def write(layer: LinearState, name: str, parameter: Tensor, values: Tensor) -> N
 
 
 def quantized_rows(layer: LinearState) -> dict[str, QuantizedTensor]:
-    """By name the weights of a layer that are kept quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
+    """Finds by name the weights that a layer keeps quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
     rows = {name: own_rows(layer._weight(name)) for names in layer._matrices for name in names}
     return {name: own for name, own in rows.items() if isinstance(own, QuantizedTensor)}
 
@@ -151,7 +151,7 @@ def quantized_rows(layer: LinearState) -> dict[str, QuantizedTensor]:
 
 
 def weight_scale(layer: LinearState, name: str) -> Tensor:
-    """What delayed scaling casts the weight ``name`` with, fp32 [1]: a view of the history's scales."""
+    """Returns the delayed scale of the weight ``name``, fp32 [1]: a view of the history's scales."""
     slot = FORWARD_SLOTS.index("weight") * layer._groups + layer._group_of(name)
     return layer.forward_scaling.scale[slot : slot + 1]
 
@@ -163,7 +163,7 @@ def bind_scale(
     values: Sequence[Tensor] = (),
     amax_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Under delayed scaling: lets the weight be cast with the layer's scale from now on, first that of ``values``.
+    """Binds a weight under delayed scaling to the layer's scale for its casts from now on, first that of ``values``.
 
     Writes of an optimizer then use the scale that earlier amaxes gave, though no forward casts the weight.
     ``amax_group``: the ranks that have the other rows of the values.
@@ -177,7 +177,7 @@ def bind_scale(
 
 
 def bind_scales(layer: LinearState) -> None:
-    """The same for all weights, after something has replaced them or the scale: no compiled forward could."""
+    """Binds all weights, after something has replaced them or the scale: no compiled forward could."""
     for name, rows in quantized_rows(layer).items():
         bind_scale(layer, name, rows)
 
@@ -211,7 +211,7 @@ def load_scales(layer: LinearState, state_dict: dict[str, Any], prefix: str) -> 
 
 
 def given_format(quantizer: Quantizer) -> Format | None:
-    """The format that is cast with a delayed scale, if one is."""
+    """Returns the format that is cast with a delayed scale, if one is."""
     formats = (quantizer.row_format, quantizer.format(COLUMNWISE))
     return next((fmt for fmt in formats if fmt.scale_rule == "given"), None)
 
@@ -220,7 +220,7 @@ def given_format(quantizer: Quantizer) -> Format | None:
 def set_scale(
     scale: Tensor, values: Sequence[Tensor], fmt: Format, margin: int, amax_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Makes a delayed scale, fp32 [1], that of ``values``: ``max * 2^-margin / amax``; kept where that is undefined.
+    """Sets a delayed scale, fp32 [1], to that of ``values``: ``max * 2^-margin / amax``; kept where that is undefined.
 
     ``values``: tensors that share the scale, quantized or not; ``amax_group``: the ranks that have the rest of them, a
     collective then.
@@ -239,10 +239,9 @@ def set_scale(
 def keep_quantized(
     weight: Tensor, before: QuantizedTensor, initial: Tensor | None, fn: Callable[[Tensor], Tensor]
 ) -> None:
-    """After ``fn`` has moved a weight, or changed its dtype, whose (or whose rows') codes were ``before``.
+    """Keeps codes that a plain tensor inside of a DTensor would lose, and the ``initial`` values of the same codes.
 
-    It keeps the codes where those of a plain tensor inside of a DTensor would be lost, and, while its codes are still
-    the same, the ``initial`` values in high precision.
+    Called after ``fn`` has moved a weight, or changed its dtype; its codes, or those of its rows, were ``before``.
     """
     rows = own_rows(weight)
     if not isinstance(rows, QuantizedTensor):  # of parameters alone a change of the dtype leaves the codes as they are

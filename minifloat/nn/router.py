@@ -33,7 +33,7 @@ from minifloat.recompute import recomputes
 
 
 class RouterOutput(NamedTuple):
-    """What a router gives for T tokens.
+    """Choice of a router for T tokens.
 
     Attributes:
         probabilities: [T, k], fp32.
@@ -142,7 +142,7 @@ class TopKRouter(nn.Module):
         self.reset_parameters()
 
     def _check(self, num_groups: int | None, group_top_k: int | None) -> None:
-        """Arguments that depend on each other."""
+        """Checks arguments that depend on each other."""
         how, experts = self.selection, self.num_experts
         if how.top_k > experts:
             raise ValueError(f"{self._label}: top_k is {how.top_k}, and there are {experts} experts to choose from")
@@ -181,7 +181,7 @@ class TopKRouter(nn.Module):
                 each.zero_()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> RouterOutput:
-        """The experts of the T tokens of ``x`` [..., H], in their order.
+        """Chooses the experts of the T tokens of ``x`` [..., H], in their order.
 
         While it trains, a router with a bias of the choice counts how often each expert is chosen.
 
@@ -218,7 +218,7 @@ class TopKRouter(nn.Module):
         return RouterOutput(probabilities, indices, loss)
 
     def _checked_mask(self, x: Tensor, token_mask: Tensor | None) -> Tensor | None:
-        """The mask as [T]; raises unless it and ``x`` fit."""
+        """Returns the mask as [T]; raises unless it and ``x`` fit."""
         if x.dim() == 0 or x.shape[-1] != self.hidden_size or not x.is_floating_point():
             raise ValueError(
                 f"{self._label}: input is {shown(x)}; floating-point numbers [..., {self.hidden_size}] are needed"
@@ -234,7 +234,7 @@ class TopKRouter(nn.Module):
         return token_mask.reshape(-1)
 
     def _logits(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, E], multiplied in ``dtype``, in fp32 or fp64."""
+        """Computes logits [T, E], multiplied in ``dtype``, in fp32 or fp64."""
         if autocast.batch_invariant_used and is_batch_invariant():
             return self._logits_of_rows(x.reshape(-1, self.hidden_size), dtype)
         if dtype == torch.float32 and self.bias is None and not is_dtensor(self.weight):
@@ -244,7 +244,7 @@ class TopKRouter(nn.Module):
         return logits.to(torch.promote_types(dtype, torch.float32))
 
     def _logits_of_rows(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The same, a row of which depends on no other token."""
+        """Computes logits of which a row depends on no other token."""
         if dtype == torch.float64 or is_dtensor(self.weight):
             raise ValueError(
                 f"{self._label}: autocast(batch_invariant=True) multiplies a whole weight in bf16, fp16 or fp32, not a "
@@ -307,7 +307,7 @@ class TopKRouter(nn.Module):
 
     @property
     def _label(self) -> str:
-        """What errors call the layer."""
+        """Name of the layer in errors."""
         return f"TopKRouter({self.hidden_size}, {self.num_experts}, {self.top_k})"
 
     def extra_repr(self) -> str:

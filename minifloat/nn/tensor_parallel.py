@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from minifloat.nn.options import replace
 
 
 class Partition(NamedTuple):
-    """A parameter of which each rank of a group holds a piece, cut along one dim.
+    """Cut of a parameter along one dim, of which each rank of a group holds a piece.
 
     Args:
         dim: the dim.
@@ -35,15 +35,15 @@ class Partition(NamedTuple):
     rank: int
 
     def of_single(self, length: int) -> Partition:
-        """Of a parameter that is one of the parts, of which this rank has ``length``."""
+        """Returns the cut of one of the parts, of which this rank has ``length``."""
         return self._replace(parts=(length * self.size,))
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the parameter of which this rank's piece has ``shape``."""
+        """Returns the full shape of a parameter of which this rank's piece has ``shape``."""
         return tuple([extent * self.size if dim == self.dim else extent for dim, extent in enumerate(shape)])
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's piece: of each part as many, one after the other."""
+        """Cuts out this rank's piece: of each part as many rows, one after the other."""
         parts = whole.split(list(self.parts), self.dim)
         return torch.cat([part.tensor_split(self.size, self.dim)[self.rank] for part in parts], self.dim)
 
@@ -56,7 +56,7 @@ def tensor_parallel(
     tp_size: int = 1,
     tp_mesh: DeviceMesh | None = None,
 ) -> Local:
-    """What the constructor arguments of a parallel layer say; :data:`LOCAL` where that is a single rank.
+    """Makes the exchange of a parallel layer from its constructor's arguments; :data:`LOCAL` for a single rank.
 
     Raises:
         ValueError: they contradict each other.
@@ -73,7 +73,7 @@ def tensor_parallel(
 
 
 def partitions(label: str, exchange: Local, in_features: int, parts: Mapping[str, int]) -> dict[str, Partition]:
-    """How ``weight`` and ``bias`` of a linear are cut; what every rank has in full is left out.
+    """Finds how ``weight`` and ``bias`` of a linear are cut; leaves out what every rank has in full.
 
     Args:
         in_features: of the whole.
@@ -106,7 +106,7 @@ def mark(parameter: Any, partition: Partition | None) -> None:
 
 
 class SharedRows(nn.Module):
-    """A layer of whose parameters ranks may have some rows each; ``_etp``: the weight that gathers them, or None.
+    """Layer of whose parameters ranks may have some rows each; ``_etp``: the weight that gathers them, or None.
 
     A parameter that is copied or replaced has lost its notes: which ranks share it is noted again.
     """
@@ -116,7 +116,7 @@ class SharedRows(nn.Module):
 
     @property
     def _weight_names(self) -> tuple[str, ...]:
-        """The names of the parameters that make up the weight."""
+        """Names of the parameters that make up the weight."""
         return ("weight",)
 
     def _mark_parameters(self) -> None:
@@ -134,6 +134,24 @@ class SharedRows(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark_parameters()
+
+    def invalidate(self) -> None:
+        """Forgets what was cast: call it after writing to the parameter in a way that PyTorch does not see."""
+        if self._etp is not None:
+            self._etp.forget()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.invalidate()  # module.to() and the like write through .data
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark_parameters()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self.invalidate()
+        if self._etp is not None:
+            self._etp.rows.cut_wholes(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._mark_parameters()  # which may be others now
 
 
 def shard_rows(
@@ -161,14 +179,14 @@ def shard_rows(
 
 
 def etp_weights(model: nn.Module) -> Iterator[EtpWeight]:
-    """The weights of layers below ``model`` that ``etp_group`` shares."""
+    """Iterates over the weights of layers below ``model`` that ``etp_group`` shares."""
     found = (module.__dict__.get("_etp") for module in model.modules())
     return (weight for weight in found if weight is not None)
 
 
 @checked
 def etp_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters below ``model`` that are a rank's rows of a weight that ``etp_group`` shares.
+    """Finds the parameters below ``model`` that are a rank's rows of a weight that ``etp_group`` shares.
 
     They gather and reduce themselves: give them to ``fully_shard`` as ``ignored_params``.
     """

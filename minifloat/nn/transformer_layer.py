@@ -23,7 +23,7 @@ _OF_EXPERTS = ("device", "dtype", "recipe", "fuse_wgrad_accumulation")
 
 
 class TransformerLayer(LayerOfLinears):
-    """X + attention(norm(X)), to which MLP(norm(that)) is added; each result through dropout before it is added.
+    """Transformer layer: X + attention(norm(X)), to which MLP(norm(that)) is added; each goes through dropout first.
 
     Its parts are ``self_attention``, in a decoder ``inter_attention``, ``layernorm_mlp`` and ``dropout``.
 
@@ -197,7 +197,7 @@ class TransformerLayer(LayerOfLinears):
         rows_per_rank: Sequence[int] | None = None,
         encoder_rows_per_rank: Sequence[int] | None = None,
     ) -> Tensor:
-        """X to Y of the same shape; arguments as of :meth:`MultiheadAttention.forward`.
+        """Computes Y of the shape of X; arguments as of :meth:`MultiheadAttention.forward`.
 
         ``cu_seqlens_kv`` is that of ``encoder_output`` in a decoder; ``core_attention_bias`` is self attention's.
 
@@ -245,7 +245,7 @@ class TransformerLayer(LayerOfLinears):
     def _sublayer(
         self, part: nn.Module, x: Tensor, residual: Tensor | None, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """A residual connection around ``part(x + residual)``: what its result is added to, and that after dropout.
+        """Calls ``part(x + residual)``: returns what its result is to be added to, and that result after dropout.
 
         It is added to what the part's norm is of, or to what that makes of it. The next part's norm adds the two.
         """
@@ -254,7 +254,7 @@ class TransformerLayer(LayerOfLinears):
         return n if self.residual_post_layernorm else stream, self._drop(y)
 
     def _drop(self, y: Tensor) -> Tensor:
-        """Dropout; of rows that no other rank has, if that is how the residual stream is split."""
+        """Drops values; of rows that no other rank has, if that is how the residual stream is split."""
         apart = self._exchange.sequence_parallel and self.training and self.dropout.p > 0
         dropped: Tensor = draw_apart(exchange_of(self).group, self.dropout, y) if apart else self.dropout(y)
         return dropped

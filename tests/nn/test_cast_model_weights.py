@@ -196,7 +196,7 @@ def test_what_a_layer_casts_by_itself(device: torch.device, monkeypatch: pytest.
     assert torch.equal(inside, layer(x))
     with cast_weights(layer):
         monkeypatch.setattr(linear_state, "capturing", lambda: True)
-        assert layer._weight_cache is not None and not layer._weight_cache.of((layer.weight,), held.quantizer)
+        assert layer._weight_cache is not None and not layer._weight_cache.holds((layer.weight,), held.quantizer)
         assert torch.equal(inside, layer(x))
         monkeypatch.undo()
     with pytest.raises(ZeroDivisionError), cast_weights(layer):

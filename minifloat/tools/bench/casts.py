@@ -167,12 +167,7 @@ def _cast(how: Quantizer, x: Tensor, scale: Tensor | None, orientation: str) -> 
 
 
 def _produce(
-    producer: str,
-    inputs: tuple[Tensor, ...],
-    how: Quantizer,
-    scale: Tensor | None,
-    orientation: str,
-    fused: bool,
+    producer: str, inputs: tuple[Tensor, ...], how: Quantizer, scale: Tensor | None, orientation: str, fused: bool
 ) -> Outputs:
     """Value and cast, in one kernel where ``fused`` allows it."""
     x, *other = inputs

@@ -65,8 +65,7 @@ class Study:
 
 def study(
     paths: Annotated[
-        list[Path] | None,
-        typer.Argument(help="text files or folders, read as bytes; default: Python's sources"),
+        list[Path] | None, typer.Argument(help="text files or folders, read as bytes; default: Python's sources")
     ] = None,
     machine_text: Annotated[
         bool, typer.Option("--machine-text", help="all source text of this machine, each content once; kept in --out")

@@ -268,11 +268,7 @@ def outcome_row(outcome: Outcome) -> tuple[str, ...]:
 
 
 def as_json(
-    results: Results,
-    found: Sequence[Outcome],
-    facts: Mapping[str, str],
-    problems: Sequence[str],
-    left: Sequence[Job],
+    results: Results, found: Sequence[Outcome], facts: Mapping[str, str], problems: Sequence[str], left: Sequence[Job]
 ) -> dict[str, Any]:
     """All numbers of the report, and every run's curves."""
     conditions: Conditions = next(iter(results.values())).conditions
