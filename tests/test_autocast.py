@@ -36,7 +36,7 @@ from minifloat.recipe import (
 )
 from minifloat.recompute import checkpoint
 from tests.helpers import oracle
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 
 LENGTH = 4
 DELAYED = DelayedScaling(amax_history_len=LENGTH)
@@ -584,13 +584,10 @@ def test_schedules(schedule: str, call: Callable[[Linear, Tensor], Tensor]) -> N
     _follow(SCHEDULES[schedule], call)
 
 
-def _schedules_on_a_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_schedules_of_ranks(rank: int, world_size: int) -> None:
     for schedule in SCHEDULES.values():
         _follow(schedule, Linear.__call__, rank, world_size)
-
-
-def test_schedules_of_ranks(worker_pool: Pools) -> None:
-    worker_pool(2).run(_schedules_on_a_rank)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -1251,7 +1248,9 @@ def test_nested_contexts_of_two_groups_over_one_layer(worker_pool: Pools, everyo
     assert states[0] == states[1]
 
 
-def _two_groups_compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nested_contexts_of_two_groups_in_compiled_code(rank: int, world_size: int) -> None:
+    """Its backward could not know of the second group when it ends: an error."""
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     layer = prepare(Linear(16, 8), DELAYED)
 
@@ -1263,11 +1262,6 @@ def _two_groups_compiled(rank: int, world_size: int) -> None:
 
     with pytest.raises(Exception, match="two amax_reduction_group in one compiled region"), autocast(recipe=DELAYED):
         torch.compile(twice, backend="aot_eager", fullgraph=True)(batch(0))
-
-
-def test_nested_contexts_of_two_groups_in_compiled_code(worker_pool: Pools) -> None:
-    """Its backward could not know of the second group when it ends: an error."""
-    worker_pool(2).run(_two_groups_compiled)
 
 
 def _two_regions(rank: int, world_size: int) -> list[list[Any]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.distributed_pool import Pools, RankDiedError
+from tests.helpers.distributed_pool import Pools, RankDiedError, on_ranks
 
 
 class AwkwardError(Exception):
@@ -107,3 +107,18 @@ def test_timeout(worker_pool: Pools) -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]"):
         worker_pool(2).run(asleep, timeout=0.5)
     assert worker_pool(2).run(summed, 0) == [1, 1]
+
+
+def test_what_one_rank_returns_or_raises_fails_a_test_on_ranks(worker_pool: Pools) -> None:
+    with pytest.raises(AssertionError, match="wrong: 3"):
+        found_by_last(worker_pool, 2, value=3)
+    with pytest.raises(ValueError, match="0 on 1"):
+        found_by_last(worker_pool, 2, value=0)
+    found_by_last(worker_pool, 1, value=3)
+
+
+@on_ranks(1, 2)
+def found_by_last(rank: int, world_size: int, value: int) -> str:
+    if rank == 1 and not value:
+        raise ValueError(f"0 on {rank}")
+    return f"wrong: {value}" * (rank == 1)

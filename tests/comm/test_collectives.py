@@ -20,7 +20,7 @@ from minifloat.comm.collectives import (
     start_reduce_scatter_rows,
 )
 from minifloat.distributed import Group, ShardMap
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.gather_cases import Wire, world
 
 ROWS = [(3, 3), (5, 2), (0, 4), (0, 0)]
@@ -57,7 +57,9 @@ def test_reduce_scatter_rows(worker_pool: Pools, compiled: bool) -> None:
         worker_pool(3).run(scattered, (4, 0, 7), torch.float32, False)
 
 
-def reduced(rank: int, size: int, compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_all_reduce(rank: int, size: int, compiled: bool) -> None:
     group = world()
     own = addends(5, size, torch.bfloat16)
     reduce = maybe_compiled(lambda x: all_reduce(x, group), compiled)
@@ -66,11 +68,6 @@ def reduced(rank: int, size: int, compiled: bool) -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
     assert torch.equal(reduce(own[rank].t().contiguous().t()), expected)
     assert reduce(own[rank][:0]).shape == (0, 6)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_all_reduce(worker_pool: Pools, compiled: bool) -> None:
-    worker_pool(2).run(reduced, compiled)
 
 
 def gathered(rank: int, size: int, rows: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -93,7 +90,8 @@ def test_all_gather_rows(worker_pool: Pools, dtype: torch.dtype) -> None:
 # ---- handles ----
 
 
-def interleaved(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_handles(rank: int, size: int) -> None:
     """Transfers that run beside each other and are waited for in any order; a handle keeps nothing afterwards."""
     group, own = world(), addends(6, size, torch.float32)
     first = own[rank].clone()
@@ -112,10 +110,6 @@ def interleaved(rank: int, size: int) -> None:
         summed.wait()
 
 
-def test_handles(worker_pool: Pools) -> None:
-    worker_pool(2).run(interleaved)
-
-
 def test_one_rank_alone() -> None:
     x, shards, group = torch.randn(4, 3), ShardMap((4,)), Group()
     assert torch.equal(all_gather_rows(x, shards, group), x)
@@ -123,17 +117,14 @@ def test_one_rank_alone() -> None:
     assert torch.equal(all_reduce(x, group), x)
 
 
-def refused_here(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_own_mistakes(rank: int, size: int) -> None:
     """A rank that is wrong by itself says so before it communicates."""
     x = torch.zeros(4, 3)
     with pytest.raises(ValueError, match=r"rank \d of 2 has 4 rows, but the row counts of the ranks are \(3, 3\)"):
         all_gather_rows(x, ShardMap((3, 3)), world())
     with pytest.raises(ValueError, match=r"4 rows to sum, of which the ranks are to get \(2, 3\)"):
         reduce_scatter_rows(x, ShardMap((2, 3)), world())
-
-
-def test_own_mistakes(worker_pool: Pools) -> None:
-    worker_pool(2).run(refused_here)
 
 
 def test_bytes_of_single_elements_of_any_stride() -> None:

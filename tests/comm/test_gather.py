@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat.comm.sharded_cast import gather
 from minifloat.distributed import Group, ShardMap, start_gather
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.gather_cases import (
     CPU,
     HADAMARD,
@@ -156,14 +156,11 @@ def test_equal_shards_go_straight_to_their_place(worker_pool: Pools) -> None:
     assert worker_pool(2).run(copies, (32, 5))[0] == ["cat", "cat"]
 
 
-def refused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused(rank: int, size: int) -> None:
     rowwise, shards = whole_and_part(example((8, 8), STRIPS, columnwise=False), world(), CPU)[1:]
     with pytest.raises(ValueError, match="needs a columnwise operand"):
         gather(rowwise, shards, world(), rowwise=True, columnwise=True)
-
-
-def test_what_does_not_fit_is_refused(worker_pool: Pools) -> None:
-    worker_pool(2).run(refused)
 
 
 def several(rank: int, size: int, caller_coalesces: bool) -> tuple[list[str], list[str]]:

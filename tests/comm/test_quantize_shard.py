@@ -13,7 +13,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, parse
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.tensor import quantize
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.gather_cases import (
     HADAMARD,
     PER_TENSOR,
@@ -29,7 +29,19 @@ from tests.helpers.gather_cases import (
 )
 
 
-def compiled(rank: int, size: int, drawn: Example, backend: str) -> str:
+@pytest.mark.parametrize(
+    ("drawn", "backend"),
+    [
+        pytest.param(example((16, 16), PER_TENSOR), "inductor", marks=pytest.mark.slow),
+        (example((20, 7), STRIPS), "aot_eager"),
+        (example((32, 32), STRIPS.replace("128", "32")), "aot_eager"),
+        (example((20, 7), STOCHASTIC, STOCHASTIC.replace("two_level", "two_level/hadamard16")), "aot_eager"),
+        (example((9, 30), TILES, PLAIN, chained=True), "aot_eager"),
+    ],
+    ids=["tensor", "uneven", "even", "nvfp4", "chained"],
+)
+@on_ranks(2)
+def test_compiled(rank: int, size: int, drawn: Example, backend: str) -> str:
     """One graph casts and gathers."""
     torch._dynamo.reset()
     quantizer, shards, group = drawn.quantizer(), ShardMap(drawn.rows), world()
@@ -42,21 +54,6 @@ def compiled(rank: int, size: int, drawn: Example, backend: str) -> str:
         return gather(part, shards, group, rowwise=True, columnwise=True)
 
     return difference(gathered(x[shards.first(rank) : shards.end(rank)].clone(), rng), whole)
-
-
-@pytest.mark.parametrize(
-    ("drawn", "backend"),
-    [
-        pytest.param(example((16, 16), PER_TENSOR), "inductor", marks=pytest.mark.slow),
-        (example((20, 7), STRIPS), "aot_eager"),
-        (example((32, 32), STRIPS.replace("128", "32")), "aot_eager"),
-        (example((20, 7), STOCHASTIC, STOCHASTIC.replace("two_level", "two_level/hadamard16")), "aot_eager"),
-        (example((9, 30), TILES, PLAIN, chained=True), "aot_eager"),
-    ],
-    ids=["tensor", "uneven", "even", "nvfp4", "chained"],
-)
-def test_compiled(worker_pool: Pools, drawn: Example, backend: str) -> None:
-    assert worker_pool(2).run(compiled, drawn, backend) == [""] * 2
 
 
 # ---- what is agreed on ----
@@ -83,7 +80,8 @@ def test_random_bits_are_those_that_the_first_rank_draws(worker_pool: Pools) -> 
     assert not difference(first, expected) and not difference(second, expected)
 
 
-def in_a_mesh(rank: int, size: int) -> str:
+@on_ranks(4)
+def test_groups_of_a_mesh(rank: int, size: int) -> str:
     """The rows of two pairs of ranks at once, each with the bits that the pair's first rank draws."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     group = Group.of(mesh["tp"])
@@ -97,10 +95,6 @@ def in_a_mesh(rank: int, size: int) -> str:
     torch.manual_seed(rank)
     part = quantize_shard(x[shards.first(group.rank) : shards.end(group.rank)], quantizer, shards, group)
     return difference(gather(part, shards, group, rowwise=True, columnwise=True), expected)
-
-
-def test_groups_of_a_mesh(worker_pool: Pools) -> None:
-    assert worker_pool(4).run(in_a_mesh) == [""] * 4
 
 
 def known_amaxes(rank: int, size: int) -> list[str]:
@@ -183,7 +177,8 @@ def test_an_existing_shard(
     assert worker_pool(2).run(travelled, drawn, held, agree) == [(as_it_is, "")] * 2
 
 
-def prepared_tensor(rank: int, size: int) -> str:
+@on_ranks(2)
+def test_existing_tensors(rank: int, size: int) -> str:
     """A QuantizedTensor of another format, and a transposed view of one, are cast again; a plain tensor is cast."""
     x, shards = torch.randn(16, 16), ShardMap((8, 8))
     own = x[8 * rank : 8 * rank + 8]
@@ -200,10 +195,6 @@ def prepared_tensor(rank: int, size: int) -> str:
         part = prepare_shard(existing, wanted, shards, world())
         results.append(difference(gather(part, shards, world(), rowwise=True, columnwise=True), wanted(whole)))
     return "".join(results)
-
-
-def test_existing_tensors(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(prepared_tensor) == [""] * 2
 
 
 # ---- mistakes ----

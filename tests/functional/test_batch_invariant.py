@@ -20,7 +20,7 @@ from minifloat.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, M
 from minifloat.ops import grouped
 from minifloat.recipe import Float8BlockScaling, NVFP4BlockScaling, as_recipe
 from tests.helpers.compare import U, assert_same_bits, assert_within
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import on_ranks
 
 BF16 = torch.bfloat16
 K, N = 140, 72
@@ -219,8 +219,13 @@ def test_refused() -> None:
         TopKRouter(K, 4, 2, logits_dtype=torch.float64)(torch.randn(3, K))
 
 
-def sharded(rank: int, world_size: int, recipe: str) -> None:
-    """On two ranks: parts of the rows through a column-parallel and a row-parallel linear."""
+@pytest.mark.parametrize("recipe", ["none", "block"])
+@on_ranks(2)
+def test_tensor_parallel(rank: int, world_size: int, recipe: str) -> None:
+    """Each rank multiplies its part of the weight so; two ranks have one sum.
+
+    On two ranks: parts of the rows through a column-parallel and a row-parallel linear.
+    """
     torch.manual_seed(0)
     group = torch.distributed.group.WORLD
     layers = nn.Sequential(
@@ -231,9 +236,3 @@ def sharded(rank: int, world_size: int, recipe: str) -> None:
     with torch.no_grad(), mode():
         y = layers(x)
         assert_same_bits(torch.cat([layers(part) for part in x.split([1, 16, 33])]), y)
-
-
-@pytest.mark.parametrize("recipe", ["none", "block"])
-def test_tensor_parallel(worker_pool: Pools, recipe: str) -> None:
-    """Each rank multiplies its part of the weight so; two ranks have one sum."""
-    worker_pool(2).run(sharded, recipe)

@@ -23,7 +23,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.etp import prefetch_queue, rows, weight
 from minifloat.functional.linear_config import linear_config
 from tests.helpers import etp_linears as etp
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.etp_linears import Data, make, queue, recorded, set_prefetch, set_recast, sgd, step
 from tests.helpers.memory import live_storages
 from tests.helpers.recipes import STATELESS_LINEAR
@@ -196,7 +196,11 @@ def test_weights_are_cast_together_once_a_pass_or_a_step(
 # ---- casts that are repeated for backward ----
 
 
-def recast(rank: int, size: int, recipe: str, width: int, depth: int) -> list[str]:
+@pytest.mark.parametrize(
+    ("recipe", "width", "depth"), [("current", 23, 1), ("current", 23, 2), ("mxfp8", 64, 0), ("nvfp4", 64, 1)]
+)
+@on_ranks(2)
+def test_repeated_casts_change_no_number(rank: int, size: int, recipe: str, width: int, depth: int) -> list[str]:
     """What is wrong where codes are freed after a forward."""
     wrong = []
     for name in [each for each in etp.SCENARIOS if each != "written between"]:
@@ -209,13 +213,6 @@ def recast(rank: int, size: int, recipe: str, width: int, depth: int) -> list[st
         found = etp.differences(nets[1], nets[0], *results[::-1], 1e-5 if name == "used twice" else 0.0)
         wrong += [f"{name}: {each}" for each in found]
     return wrong
-
-
-@pytest.mark.parametrize(
-    ("recipe", "width", "depth"), [("current", 23, 1), ("current", 23, 2), ("mxfp8", 64, 0), ("nvfp4", 64, 1)]
-)
-def test_repeated_casts_change_no_number(worker_pool: Pools, recipe: str, width: int, depth: int) -> None:
-    assert worker_pool(2).run(recast, recipe, width, depth) == [[]] * 2
 
 
 def held(rank: int, size: int, recipe: str, first: bool | None) -> list[int]:
@@ -239,7 +236,8 @@ def test_codes_are_freed_before_backward(worker_pool: Pools, recipe: str) -> Non
         assert worker_pool(2).run(held, recipe, first) == [wanted * 2] * 2
 
 
-def written(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_write_before_a_repeated_cast_raises(rank: int, size: int) -> None:
     net, x = make(True), Data(rank).draw(True)
     set_recast(net)
     y = net(x)
@@ -250,14 +248,12 @@ def written(rank: int, size: int) -> None:
     net(x).sum().backward()
 
 
-def test_a_write_before_a_repeated_cast_raises(worker_pool: Pools) -> None:
-    worker_pool(2).run(written)
-
-
 # ---- writes ----
 
 
-def writes(rank: int, size: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
+@on_ranks(2)
+def test_a_write_gives_no_old_values(rank: int, size: int, recipe: str) -> None:
     nets, data = [make(sharded, recipe) for sharded in (False, True)], Data(rank)
     reference, net = nets
     set_prefetch(net, 2)
@@ -311,11 +307,6 @@ def writes(rank: int, size: int, recipe: str) -> None:
     assert recipe == "none" or etp.same(first.weight.grad, etp.own(first, reference.layers[0].weight.grad))
 
 
-@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
-def test_a_write_gives_no_old_values(worker_pool: Pools, recipe: str) -> None:
-    worker_pool(2).run(writes, recipe)
-
-
 def step_by_data(net: nn.Module) -> None:
     for p in net.parameters():
         p.data -= 0.5 * p.grad
@@ -330,7 +321,10 @@ def step_by_vector(net: nn.Module) -> None:
 UNSEEN = {"data": step_by_data, "vector": step_by_vector}
 
 
-def unseen(rank: int, size: int, how: str, first: tuple[bool | None, ...]) -> list[str]:
+@pytest.mark.parametrize("first", [(None,), (None, None), (True, False)])
+@pytest.mark.parametrize("how", UNSEEN)
+@on_ranks(2)
+def test_steps_that_pytorch_does_not_see(rank: int, size: int, how: str, first: tuple[bool | None, ...]) -> list[str]:
     """Steps of which no version counter tells, with several microbatches each and an evaluation."""
     nets = [make(sharded, "current") for sharded in (False, True)]
     results = []
@@ -347,13 +341,8 @@ def unseen(rank: int, size: int, how: str, first: tuple[bool | None, ...]) -> li
     return etp.differences(nets[1], nets[0], results[1], results[0])
 
 
-@pytest.mark.parametrize("first", [(None,), (None, None), (True, False)])
-@pytest.mark.parametrize("how", UNSEEN)
-def test_steps_that_pytorch_does_not_see(worker_pool: Pools, how: str, first: tuple[bool | None, ...]) -> None:
-    assert worker_pool(2).run(unseen, how, first) == [[]] * 2
-
-
-def summed(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_collective_writes_to_a_parameter(rank: int, size: int) -> None:
     """Rows that all ranks have alike are summed over them."""
     layer = Linear(8, 4 * size, bias=False, recipe="current", etp_group=dist.group.WORLD)
     with torch.no_grad():
@@ -366,14 +355,11 @@ def summed(rank: int, size: int) -> None:
     assert torch.equal(layer(x), size * y)
 
 
-def test_a_collective_writes_to_a_parameter(worker_pool: Pools) -> None:
-    worker_pool(2).run(summed)
-
-
 # ---- several models ----
 
 
-def one_after_another(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_models_one_after_another(rank: int, size: int) -> list[str]:
     """Training one model after the other, of which only one rank has collected the garbage."""
     wrong = []
     gc.disable()
@@ -390,11 +376,9 @@ def one_after_another(rank: int, size: int) -> list[str]:
     return wrong
 
 
-def test_models_one_after_another(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(one_after_another) == [[]] * 2
-
-
-def freed(rank: int, size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["trained", "first", "evaluated", "group"])
+@on_ranks(2)
+def test_a_deleted_model_is_freed(rank: int, size: int, how: str) -> None:
     """A deleted model, whose parameters and codes nothing keeps, nor gathers of them."""
     group = dist.new_group(list(range(size))) if how == "group" else dist.group.WORLD
     net = etp.Net(4, "current", torch.float32, etp.WIDTH, etp_group=group)
@@ -417,12 +401,8 @@ def freed(rank: int, size: int, how: str) -> None:
     assert (queue_alive() is None) == (how == "group")
 
 
-@pytest.mark.parametrize("how", ["trained", "first", "evaluated", "group"])
-def test_a_deleted_model_is_freed(worker_pool: Pools, how: str) -> None:
-    worker_pool(2).run(freed, how)
-
-
-def replaced(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_layers_that_are_replaced(rank: int, size: int) -> list[str]:
     """Layers that are put in the place of others, which only one rank has collected."""
     nets, results = [make(sharded) for sharded in (False, True)], []
     gc.disable()
@@ -439,10 +419,6 @@ def replaced(rank: int, size: int) -> list[str]:
         results.append(found)
     gc.enable()
     return etp.differences(nets[1], nets[0], results[1], results[0])
-
-
-def test_layers_that_are_replaced(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(replaced) == [[]] * 2
 
 
 def prefetched(rank: int, size: int) -> list[int]:
@@ -468,7 +444,24 @@ def test_each_model_has_its_own_prefetch(worker_pool: Pools) -> None:
 # ---- memory and races ----
 
 
-def memory(rank: int, size: int, recipe: str, depth: int) -> None:
+class Operations(TorchDispatchMode):
+    """Counts what is computed inside, and the bytes of all results; gloo's threads allocate as they please."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count += 1
+        self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        return out
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("recipe", ["none", "current"])
+@on_ranks(2)
+def test_steps_allocate_alike_and_leave_no_memory_behind(rank: int, size: int, recipe: str, depth: int) -> None:
     """Steps compute equally many tensors and bytes, and leave equally many; a whole is freed after its product."""
     net, data, made, left = make(True, recipe, 5, bias=False), Data(rank), [], []
     set_prefetch(net, depth)
@@ -492,27 +485,9 @@ def memory(rank: int, size: int, recipe: str, depth: int) -> None:
     assert min(left[7:]) <= min(left[2:7]), left  # after a step what was sent last is now and then still held
 
 
-class Operations(TorchDispatchMode):
-    """Counts what is computed inside, and the bytes of all results; gloo's threads allocate as they please."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.count += 1
-        self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        return out
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("recipe", ["none", "current"])
-def test_steps_allocate_alike_and_leave_no_memory_behind(worker_pool: Pools, recipe: str, depth: int) -> None:
-    worker_pool(2).run(memory, recipe, depth)
-
-
-def race(rank: int, size: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])  # exact for powers of two
+@on_ranks(2)
+def test_delays_change_no_number(rank: int, size: int, recipe: str) -> None:
     """Neighbours of one shape, filled with 1 and -1 times a power of two, written in each of 100 steps.
 
     Casts, collectives and what waits for them begin late, on each rank at another time.
@@ -548,12 +523,8 @@ def race(rank: int, size: int, recipe: str) -> None:
             net.zero_grad()
 
 
-@pytest.mark.parametrize("recipe", ["none", "mxfp8"])  # exact for powers of two
-def test_delays_change_no_number(worker_pool: Pools, recipe: str) -> None:
-    worker_pool(2).run(race, recipe)
-
-
-def in_a_graph(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_nothing_is_started_ahead_in_a_graph(rank: int, size: int) -> None:
     """A CUDA graph, as far as a CPU can tell: nothing is left started at its ends."""
     torch.manual_seed(0)
     net = nn.Sequential(*[Linear(16, 16, recipe="current", etp_group=dist.group.WORLD) for _ in range(3)])
@@ -570,7 +541,3 @@ def in_a_graph(rank: int, size: int) -> None:
         ):
             assert torch.equal(net(x), expected) and started[-3:] == [0, 0, 0]
         assert torch.equal(net(x), expected)
-
-
-def test_nothing_is_started_ahead_in_a_graph(worker_pool: Pools) -> None:
-    worker_pool(2).run(in_a_graph)

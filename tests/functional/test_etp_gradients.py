@@ -23,23 +23,26 @@ from minifloat.functional.etp.prefetch_queue import PrefetchQueue
 from minifloat.functional.etp.weight import _send_buffer
 from minifloat.functional.weight_source import computed as computed_gradient
 from tests.helpers import etp_linears as etp
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.etp_linears import Data, differences, make, own, queue, recorded, same, set_prefetch, sgd, step
 
 # ---- where gradients go ----
 
 
-def sums(rank: int, size: int, recipe: str) -> list[str]:
+@on_ranks(2)
+def test_sum_of_gradients(rank: int, size: int, recipe: str = "current") -> list[str]:
     nets = [make(sharded, recipe, reduction="sum") for sharded in (False, True)]
     results = [etp.steps(net, Data(rank)) for net in nets]
     return differences(nets[1], nets[0], results[1], results[0])
 
 
-def test_sum_of_gradients(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(sums, "current") == [[]] * 2
-
-
-def in_main_grad(rank: int, size: int, dtype: torch.dtype, first: tuple[bool | None, ...], delay: bool) -> None:
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("first", [(None,), (None, None), (True, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@on_ranks(2)
+def test_main_grad_is_reduced_in_its_own_dtype(
+    rank: int, size: int, dtype: torch.dtype, first: tuple[bool | None, ...], delay: bool
+) -> None:
     """Of microbatches, against unsharded ones whose sums ranks reduce in the end; activations are in bf16."""
     options = dict(fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
     nets = [make(sharded, "current", 3, dtype, **options) for sharded in (False, True)]
@@ -64,16 +67,8 @@ def in_main_grad(rank: int, size: int, dtype: torch.dtype, first: tuple[bool | N
             assert same(layer.weight.main_grad, own(layer, total / size))
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("first", [(None,), (None, None), (True, False)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_main_grad_is_reduced_in_its_own_dtype(
-    worker_pool: Pools, dtype: torch.dtype, first: tuple[bool | None, ...], delay: bool
-) -> None:
-    worker_pool(2).run(in_main_grad, dtype, first, delay)
-
-
-def dtypes(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_gradients_of_fp32_parameters_are_not_rounded(rank: int, size: int) -> None:
     """fp32 parameters under torch.autocast: gradients are computed and sent in fp32, as no recipe's backward rounds."""
     for recipe in ("none", "current"):
         net, data = make(True, recipe), Data(rank)
@@ -87,11 +82,8 @@ def dtypes(rank: int, size: int) -> None:
         assert any(bool((layer.weight.grad.bfloat16() != layer.weight.grad).any()) for layer in net.layers)
 
 
-def test_gradients_of_fp32_parameters_are_not_rounded(worker_pool: Pools) -> None:
-    worker_pool(2).run(dtypes)
-
-
-def delayed_wgrad(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_delayed_gradients_of_weights(rank: int, size: int) -> None:
     nets = [make(sharded, "current", delay_wgrad_compute=True) for sharded in (False, True)]
     seen: list[Tensor] = []
     nets[1].layers[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
@@ -104,10 +96,6 @@ def delayed_wgrad(rank: int, size: int) -> None:
         dist.all_reduce(reference.weight.grad)
         assert same(layer.weight.grad, own(layer, reference.weight.grad / size))
     assert len(seen) == 1 and torch.equal(seen[0], nets[1].layers[1].weight.grad)
-
-
-def test_delayed_gradients_of_weights(worker_pool: Pools) -> None:
-    worker_pool(2).run(delayed_wgrad)
 
 
 def split(rank: int, size: int) -> None:
@@ -136,7 +124,9 @@ def test_split_parameters_of_which_one_is_frozen(worker_pool: Pools) -> None:
     worker_pool(2).run(split)
 
 
-def replicated(rank: int, size: int, reduction: str) -> None:
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@on_ranks(4)
+def test_replicas_of_rows(rank: int, size: int, reduction: str) -> None:
     """Rows on two ranks each, with other data on all four: as where all four share them out."""
     results = []
     for replicas in (True, False):
@@ -161,12 +151,9 @@ def replicated(rank: int, size: int, reduction: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_replicas_of_rows(worker_pool: Pools, reduction: str) -> None:
-    worker_pool(4).run(replicated, reduction)
-
-
-def zeroed_out(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_no_stand_in_for_a_gradient_reaches_hooks(rank: int, size: int) -> None:
+    """``zero_out_wgrad`` asks for one so that hooks run: they do without."""
     layer = Linear(8, 8, bias=False, recipe="current", fuse_wgrad_accumulation=True, etp_group=dist.group.WORLD)
     weight: Any = layer.weight
     weight.main_grad, weight.zero_out_wgrad = torch.zeros(weight.shape), True
@@ -176,12 +163,9 @@ def zeroed_out(rank: int, size: int) -> None:
     assert runs == [True] and weight.grad is None
 
 
-def test_no_stand_in_for_a_gradient_reaches_hooks(worker_pool: Pools) -> None:
-    """``zero_out_wgrad`` asks for one so that hooks run: they do without."""
-    worker_pool(2).run(zeroed_out)
-
-
-def computed(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_computed_weight_is_refused(rank: int, size: int) -> None:
+    """It would get no gradient."""
     layers = [Linear(8, 8, recipe=recipe, etp_group=dist.group.WORLD) for recipe in ("current", None)]
     for layer in layers:
         with pytest.raises(ValueError, match=r"Linear.*: weight is computed from other tensors"):
@@ -191,12 +175,9 @@ def computed(rank: int, size: int) -> None:
             torch.testing.assert_close(twice - layer.bias, 2 * (layer(torch.ones(2, 8)) - layer.bias))
 
 
-def test_a_computed_weight_is_refused(worker_pool: Pools) -> None:
+@on_ranks(2)
+def test_a_backward_that_asks_for_a_weight_is_refused(rank: int, size: int) -> None:
     """It would get no gradient."""
-    worker_pool(2).run(computed)
-
-
-def asked_for(rank: int, size: int) -> None:
     net = nn.Sequential(*[Linear(8, 8, recipe="current", etp_group=dist.group.WORLD) for _ in range(2)])
     weight, x = net[0].weight, torch.ones(2, 8, requires_grad=True)
     for inputs in ([weight], [x, weight], [net[1].weight]):
@@ -210,11 +191,6 @@ def asked_for(rank: int, size: int) -> None:
     assert weight.grad is None and x.grad is not None and net[0].bias.grad is not None
     net(x).sum().backward()
     assert weight.grad is not None
-
-
-def test_a_backward_that_asks_for_a_weight_is_refused(worker_pool: Pools) -> None:
-    """It would get no gradient."""
-    worker_pool(2).run(asked_for)
 
 
 class Use(torch.autograd.Function):
@@ -305,7 +281,8 @@ def test_a_smaller_reduction_is_finished_before_a_larger_one_is_allocated() -> N
     assert log == [*allocated, "free 2", "free 2"] and x.grad is not None
 
 
-def averaged(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_a_backend_that_averages_is_left_to_divide(rank: int, size: int) -> list[str]:
     """As where the backend divides as it sums, which gloo does not."""
     reduce, divided = weight.start_reduce_scatter_rows, list[bool]()
 
@@ -319,10 +296,6 @@ def averaged(rank: int, size: int) -> list[str]:
         results = [etp.steps(net, Data(rank)) for net in nets]
     assert divided == [True] * 12
     return differences(nets[1], nets[0], results[1], results[0])
-
-
-def test_a_backend_that_averages_is_left_to_divide(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(averaged) == [[]] * 2
 
 
 def test_equal_rows_are_sent_from_where_the_product_is() -> None:
@@ -349,7 +322,10 @@ def watch(layer: Any, calls: dict[str, list[Any]], alone: bool, main_grad: bool)
     layer.weight.register_post_accumulate_grad_hook(after)
 
 
-def hooks(rank: int, size: int, main_grad: bool, order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 1, 2, 0)])
+@pytest.mark.parametrize("main_grad", [False, True])
+@on_ranks(2)
+def test_hooks_run_once_with_the_whole_gradient(rank: int, size: int, main_grad: bool, order: tuple[int, ...]) -> None:
     """Each runs once in a backward, with the whole gradient, or after it was added."""
     nets = [make(sharded, "none", fuse_wgrad_accumulation=main_grad and sharded) for sharded in (False, True)]
     seen: list[dict[str, list[Any]]] = []
@@ -376,12 +352,6 @@ def hooks(rank: int, size: int, main_grad: bool, order: tuple[int, ...]) -> None
             torch.testing.assert_close(a, own(layer, b), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 1, 2, 0)])
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_hooks_run_once_with_the_whole_gradient(worker_pool: Pools, main_grad: bool, order: tuple[int, ...]) -> None:
-    worker_pool(2).run(hooks, main_grad, order)
-
-
 # ---- failures ----
 
 
@@ -397,8 +367,12 @@ class _Fails(torch.autograd.Function):
         raise ArithmeticError
 
 
-def failure(rank: int, size: int) -> list[str]:
-    """A forward and a backward that raise in the middle, between steps."""
+@on_ranks(2)
+def test_steps_after_a_failure(rank: int, size: int) -> list[str]:
+    """Of the backward that raised gradients are added whole or not at all, and what was under way is not.
+
+    A forward and a backward that raise in the middle, between steps.
+    """
     nets = [make(sharded) for sharded in (False, True)]
     results = []
     for net in nets:
@@ -420,39 +394,15 @@ def failure(rank: int, size: int) -> list[str]:
     return differences(nets[1], nets[0], results[1], results[0])
 
 
-def test_steps_after_a_failure(worker_pool: Pools) -> None:
-    """Of the backward that raised gradients are added whole or not at all, and what was under way is not."""
-    assert worker_pool(2).run(failure) == [[]] * 2
-
-
 # ---- delayed scaling ----
 
 
-def delayed(rank: int, size: int, how: str) -> list[str]:
-    """Against unsharded layers whose amaxes are reduced over the ranks; inputs that grow."""
-    recipe = DelayedScaling(amax_history_len=3)
-    nets = [make(sharded, None) for sharded in (False, True)]
-    results: list[list[Tensor | None]] = [[], []]
-    for number, net in enumerate(nets):
-        data = Data(rank)
-        for i in range(4):
-            sgd(net)
-            x = (data.draw() * 2.0**i).requires_grad_()
-            with autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
-                if how == "checkpoint":
-                    y = minifloat.checkpoint(net, minifloat.checkpoint(net, x, (0, 1)), (2, 3))
-                else:
-                    y = net(x)
-            y.backward(data.draw())
-            results[number] += [y.detach(), x.grad]
-            for direction in ("forward_scaling", "backward_scaling"):
-                for layer in net.layers:
-                    state = getattr(layer, direction)
-                    results[number] += [state.scale.clone(), state.amax_history.clone()]
-    return differences(nets[1], nets[0], results[1], results[0])
-
-
-def delayed_microbatches(rank: int, size: int, schedule: str, first: tuple[bool | None, ...]) -> list[str]:
+@pytest.mark.parametrize("first", [(None,), (True, False)])
+@pytest.mark.parametrize("schedule", ["aabb", "abab"])
+@on_ranks(2)
+def test_no_old_scale_is_kept_for_later_microbatches(
+    rank: int, size: int, schedule: str, first: tuple[bool | None, ...]
+) -> list[str]:
     """Several in a step: each is cast with the scale of its time, unless it is told that it is not the first."""
     recipe = DelayedScaling(amax_history_len=2)
     nets = [make(sharded, None) for sharded in (False, True)]
@@ -476,33 +426,44 @@ def delayed_microbatches(rank: int, size: int, schedule: str, first: tuple[bool 
     return differences(nets[1], nets[0], results[1], results[0])
 
 
-@pytest.mark.parametrize("first", [(None,), (True, False)])
-@pytest.mark.parametrize("schedule", ["aabb", "abab"])
-def test_no_old_scale_is_kept_for_later_microbatches(
-    worker_pool: Pools, schedule: str, first: tuple[bool | None, ...]
-) -> None:
-    assert worker_pool(2).run(delayed_microbatches, schedule, first) == [[]] * 2
-
-
 @pytest.mark.parametrize("how", ["plain", "checkpoint"])
-def test_delayed_scales_are_those_of_the_whole(worker_pool: Pools, how: str) -> None:
-    assert worker_pool(2).run(delayed, how) == [[]] * 2
+@on_ranks(2)
+def test_delayed_scales_are_those_of_the_whole(rank: int, size: int, how: str) -> list[str]:
+    """Against unsharded layers whose amaxes are reduced over the ranks; inputs that grow."""
+    recipe = DelayedScaling(amax_history_len=3)
+    nets = [make(sharded, None) for sharded in (False, True)]
+    results: list[list[Tensor | None]] = [[], []]
+    for number, net in enumerate(nets):
+        data = Data(rank)
+        for i in range(4):
+            sgd(net)
+            x = (data.draw() * 2.0**i).requires_grad_()
+            with autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+                if how == "checkpoint":
+                    y = minifloat.checkpoint(net, minifloat.checkpoint(net, x, (0, 1)), (2, 3))
+                else:
+                    y = net(x)
+            y.backward(data.draw())
+            results[number] += [y.detach(), x.grad]
+            for direction in ("forward_scaling", "backward_scaling"):
+                for layer in net.layers:
+                    state = getattr(layer, direction)
+                    results[number] += [state.scale.clone(), state.amax_history.clone()]
+    return differences(nets[1], nets[0], results[1], results[0])
 
 
-def unreduced(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_delayed_scaling_without_reduction_is_refused(rank: int, size: int) -> None:
     layer = Linear(8, 8, etp_group=dist.group.WORLD, name="fc")
     with autocast(recipe=DelayedScaling(reduce_amax=False)), pytest.raises(ValueError, match=r"'fc'.*reduce_amax"):
         layer(torch.ones(2, 8))
 
 
-def test_delayed_scaling_without_reduction_is_refused(worker_pool: Pools) -> None:
-    worker_pool(2).run(unreduced)
-
-
 # ---- dtypes and compilers ----
 
 
-def surroundings(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_without_a_recipe_and_in_other_dtypes(rank: int, size: int) -> None:
     net, reference, x = make(True, None), make(False, None), Data(rank).draw()
     for context in (nullcontext(), autocast(recipe="mxfp8"), torch.autocast("cpu", torch.bfloat16)):
         with context:
@@ -518,11 +479,8 @@ def surroundings(rank: int, size: int) -> None:
     assert differences(net, reference, results[1], results[0]) == []
 
 
-def test_without_a_recipe_and_in_other_dtypes(worker_pool: Pools) -> None:
-    worker_pool(2).run(surroundings)
-
-
-def compiled(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_a_compiled_model_breaks_its_graph_at_the_layer(rank: int, size: int) -> list[str]:
     nets = [make(sharded) for sharded in (False, True)]
     with pytest.raises(Exception, match="etp_group"):
         torch.compile(nets[1], fullgraph=True, backend="eager")(torch.ones(2, etp.WIDTH))
@@ -533,14 +491,13 @@ def compiled(rank: int, size: int) -> list[str]:
     return differences(nets[1], nets[0], results[1], results[0])
 
 
-def test_a_compiled_model_breaks_its_graph_at_the_layer(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(compiled) == [[]] * 2
-
-
 # ---- training ----
 
 
-def training(rank: int, size: int, recipe: str, main_grad: bool, steps: int) -> list[str]:
+@pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("recipe", "main_grad"), [("current", False), ("current", True), ("nvfp4", False)])
+@on_ranks(2)
+def test_training_is_that_of_the_whole(rank: int, size: int, recipe: str, main_grad: bool, steps: int) -> list[str]:
     nets = [make(sharded, recipe, 2, width=18, fuse_wgrad_accumulation=main_grad) for sharded in (False, True)]
     losses: list[list[Tensor | None]] = [[], []]
     for net, found in zip(nets, losses, strict=True):
@@ -563,9 +520,3 @@ def training(rank: int, size: int, recipe: str, main_grad: bool, steps: int) -> 
             found.append(loss.detach())
     assert losses[0][-1] < losses[0][0]
     return differences(nets[1], nets[0], losses[1], losses[0])
-
-
-@pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("recipe", "main_grad"), [("current", False), ("current", True), ("nvfp4", False)])
-def test_training_is_that_of_the_whole(worker_pool: Pools, recipe: str, main_grad: bool, steps: int) -> None:
-    assert worker_pool(2).run(training, recipe, main_grad, steps) == [[]] * 2

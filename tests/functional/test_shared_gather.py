@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minifloat import Linear
 from minifloat.distributed import gathered_once
 from minifloat.functional import linear, tensor_parallel
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.gather_cases import Wire
 
 ROWS, K = (3, 130), 32
@@ -67,7 +67,8 @@ def test_the_same_bits_and_fewer_bytes(recipe: Any, worker_pool: Pools) -> None:
             assert (sent_shared < sent) == sends_before_cast
 
 
-def freed(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_freed(rank: int, size: int) -> None:
     """What is kept is dead after the context, though X and the graph are not."""
     layers = siblings("current")
     x = torch.randn(4, K, requires_grad=True)
@@ -88,7 +89,3 @@ def freed(rank: int, size: int) -> None:
     layers[2](x)
     assert tensor_parallel._shared.whole is None
     (y.sum() + other.sum()).backward()
-
-
-def test_freed(worker_pool: Pools) -> None:
-    worker_pool(2).run(freed)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import inspect
 import io
 import os
 import signal
@@ -22,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -147,6 +150,27 @@ class WorkerPool:
 
 
 Pools = Callable[[int], WorkerPool]  # the fixture `worker_pool`: the pool of that many ranks
+
+
+def on_ranks(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a function that each of so many ranks runs, in a pool of each size: it returns what is wrong.
+
+    Parameters behind rank and size are those of the test; nothing, or something empty, is a pass.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        def test(worker_pool: Pools, world_size: int, **arguments: Any) -> None:
+            wrong = worker_pool(world_size).run(functools.partial(function, **arguments))
+            assert not any(wrong), wrong
+
+        others = list(inspect.signature(function).parameters.values())[2:]
+        given = [*list(inspect.signature(test).parameters.values())[:2], *(p for p in others if p.default is p.empty)]
+        test = functools.wraps(function)(test)
+        test.__signature__ = inspect.Signature([p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in given])  # type: ignore
+        function.__qualname__ += ".__wrapped__"  # where a worker finds it, whose name is the test's
+        return pytest.mark.parametrize("world_size", sizes)(test)
+
+    return decorate
 
 
 def _serve(rank: int, world_size: int, store: str, connection: Connection, setup: Callable[[], None] | None) -> None:

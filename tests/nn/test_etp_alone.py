@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minifloat import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, autocast
 from minifloat.nn.embedding import EtpEmbedding
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import on_ranks
 from tests.helpers.etp_linears import recorded
 
 MODULES: dict[str, Callable[..., nn.Module]] = {
@@ -48,7 +48,9 @@ def results(make: Callable[..., nn.Module], recipe: str | None, **etp: Any) -> l
     return [*found, *(p.detach() for p in module.parameters())]
 
 
-def check(rank: int, size: int, recipe: str | None) -> None:
+@pytest.mark.parametrize("recipe", [None, "current", "delayed", "nvfp4"])
+@on_ranks(2)
+def test_a_group_of_one_changes_nothing(rank: int, size: int, recipe: str | None) -> None:
     own = [dist.new_group([each]) for each in range(size)][rank]
     printed, found = StringIO(), []
     with redirect_stdout(printed):
@@ -61,8 +63,3 @@ def check(rank: int, size: int, recipe: str | None) -> None:
         assert len(got) == len(wanted)
         for a, b in zip(got, wanted, strict=True):
             assert a.shape == b.shape and torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("recipe", [None, "current", "delayed", "nvfp4"])
-def test_a_group_of_one_changes_nothing(worker_pool: Pools, recipe: str | None) -> None:
-    worker_pool(2).run(check, recipe)

@@ -22,7 +22,7 @@ from minifloat.functional.etp.rows import ExpertRows
 from minifloat.functional.linear_config import linear_config
 from minifloat.nn.tensor_parallel import shard_rows
 from minifloat.tensor import QuantizedTensor
-from tests.helpers.distributed_pool import Pools, process_group
+from tests.helpers.distributed_pool import Pools, on_ranks, process_group
 from tests.helpers.etp_experts import (
     COUNTS,
     HIDDEN,
@@ -45,16 +45,13 @@ SINGLE = {"single_grouped_weight": True}
 BF16 = torch.bfloat16
 
 
-def groups_of_parts(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_experts_have_other_ranks_than_the_shared_mlp(rank: int, size: int) -> None:
     alone, everyone = [dist.new_group([each]) for each in range(size)][rank], dist.group.WORLD
     for shared, experts in ((alone, everyone), (everyone, alone)):
         moe: Any = minifloat.MoE(32, 48, 4, 2, shared_ffn_hidden_size=16, etp_group=shared, expert_etp_group=experts)
         for layer, group in ((moe.shared_fc1, shared), (moe.shared_fc2, shared), (moe.experts.fc1, experts)):
             assert (layer._etp is not None) == (group is everyone)
-
-
-def test_experts_have_other_ranks_than_the_shared_mlp(worker_pool: Pools) -> None:
-    worker_pool(2).run(groups_of_parts)
 
 
 NUMBERS = [
@@ -189,7 +186,8 @@ def test_gathers_ahead_change_no_bit(worker_pool: Pools) -> None:
         assert gathered[0] == gathered[1] and gathered[0] in range(3 * 8, 3 * 8 + 1 + 2 * depth)
 
 
-def starts(rank: int, size: int) -> None:
+@on_ranks(2, 3)
+def test_start_values_and_checkpoints(rank: int, size: int) -> None:
     """From one seed, from meta and again: the unsharded layer's rows; checkpoints of one parameter and of several."""
     group = process_group()
     for single, biased in product((False, True), (False, True)):
@@ -216,11 +214,6 @@ def starts(rank: int, size: int) -> None:
                 assert hasattr(model.get_parameter(name), "etp_group") == name.endswith("weight")
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_start_values_and_checkpoints(worker_pool: Pools, size: int) -> None:
-    worker_pool(size).run(starts)
-
-
 def volume(rank: int, size: int, recipe: str | None, single: bool) -> None:
     """All experts in one gather, of the bytes that the formula says."""
     case = Case("linear", 70, recipe, {"bias": False, "single_grouped_weight": single})
@@ -242,7 +235,15 @@ def test_volume(worker_pool: Pools, recipe: str | None) -> None:
         worker_pool(size).run(volume, recipe, single)
 
 
-def other_sizes(rank: int, size: int, dense: int, recipe: str | None) -> None:
+OTHER_SIZES = [
+    pytest.param(recipe, dense, marks=[pytest.mark.slow] * ((recipe == "mxfp8") != (dense == 2)))
+    for recipe, dense in product((None, "mxfp8", "current"), (4, 2))
+]
+
+
+@pytest.mark.parametrize(("recipe", "dense"), OTHER_SIZES)
+@on_ranks(4)
+def test_experts_over_other_ranks_than_dense_layers(rank: int, size: int, dense: int, recipe: str | None) -> None:
     """Dense layers over ``dense`` of four ranks, experts over two; rows that several have are reduced over them too."""
     pairs = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))], [dist.new_group(ranks) for ranks in ((0, 2), (1, 3))]
     beside_me, across = pairs[0][rank // 2], pairs[1][rank % 2]
@@ -262,18 +263,8 @@ def other_sizes(rank: int, size: int, dense: int, recipe: str | None) -> None:
         compare(model, reference, case, x, step)
 
 
-OTHER_SIZES = [
-    pytest.param(recipe, dense, marks=[pytest.mark.slow] * ((recipe == "mxfp8") != (dense == 2)))
-    for recipe, dense in product((None, "mxfp8", "current"), (4, 2))
-]
-
-
-@pytest.mark.parametrize(("recipe", "dense"), OTHER_SIZES)
-def test_experts_over_other_ranks_than_dense_layers(worker_pool: Pools, recipe: str | None, dense: int) -> None:
-    worker_pool(4).run(other_sizes, dense, recipe)
-
-
-def lifetimes(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_gathered_weights_are_freed_after_their_product(rank: int, size: int) -> None:
     """No gathered weight is alive any more when the next one is put together."""
     wholes: list[Any] = []
     join = ExpertRows.join
@@ -290,11 +281,9 @@ def lifetimes(rank: int, size: int) -> None:
     assert len(wholes) > 30
 
 
-def test_gathered_weights_are_freed_after_their_product(worker_pool: Pools) -> None:
-    worker_pool(2).run(lifetimes)
-
-
-def quantized(rank: int, size: int, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", NAMED)
+@on_ranks(2)
+def test_quantized_parameters(rank: int, size: int, recipe: str) -> None:
     """Weights that are kept quantized are gathered as they are; an optimizer's write is the whole's."""
     group = process_group()
 
@@ -318,12 +307,8 @@ def quantized(rank: int, size: int, recipe: str) -> None:
         assert isinstance(parameter, QuantizedTensor) == name.endswith("weight")
 
 
-@pytest.mark.parametrize("recipe", NAMED)
-def test_quantized_parameters(worker_pool: Pools, recipe: str) -> None:
-    worker_pool(2).run(quantized, recipe)
-
-
-def checks(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_checks(rank: int, size: int) -> None:
     group, x = process_group(), torch.randn(ROWS, HIDDEN)
     with (
         minifloat.quantized_model_init(recipe="mxfp8"),
@@ -345,7 +330,3 @@ def checks(rank: int, size: int) -> None:
             layer.get_parameter("2.weight").fill_(float("nan"))
         with pytest.raises(FloatingPointError, match=r"weight of shape .* is not finite"):
             layer(x, COUNTS)
-
-
-def test_checks(worker_pool: Pools) -> None:
-    worker_pool(2).run(checks)

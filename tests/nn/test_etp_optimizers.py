@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import minifloat
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import on_ranks
 
 OPTIMIZERS = {
     "fused": partial(torch.optim.AdamW, lr=0.1, fused=True),  # its kernel does not raise the versions of parameters
@@ -19,7 +19,10 @@ OPTIMIZERS = {
 }
 
 
-def _train(rank: int, size: int, kind: str, recipe: str | None) -> None:
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("recipe", ["current", "none"])
+@on_ranks(2)
+def test_rows_are_cast_again_after_a_step(rank: int, size: int, kind: str, recipe: str | None) -> None:
     def make(group: Any) -> minifloat.Linear:
         torch.manual_seed(1)
         return minifloat.Linear(32, 64, False, recipe=recipe, etp_group=group)
@@ -41,9 +44,3 @@ def _train(rank: int, size: int, kind: str, recipe: str | None) -> None:
         y.float().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("recipe", ["current", "none"])
-def test_rows_are_cast_again_after_a_step(worker_pool: Pools, kind: str, recipe: str) -> None:
-    worker_pool(2).run(_train, kind, recipe)

@@ -15,7 +15,7 @@ import minifloat
 from minifloat.functional.etp import rows
 from minifloat.optim import MasterWeights
 from minifloat.tensor import QuantizedTensor
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.recipes import NAMED
 
 SIZES = (24, 70, 33, 128, 4)
@@ -99,7 +99,10 @@ def test_other_recipe_than_that_of_the_weights(worker_pool: Pools, recipe: str, 
     worker_pool(2).run(_train, recipe, later)
 
 
-def _other_rows(rank: int, size: int, experts: bool, override: Any) -> None:
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+@pytest.mark.parametrize("experts", [False, True])
+@on_ranks(2)
+def test_backward_sends_the_rows_that_it_saved(rank: int, size: int, experts: bool, override: Any) -> None:
     """Backward sends other rows than forward: values where codes are whole blocks, or codes after a cast of values."""
     recipe, results = minifloat.recipe.MXFP8BlockScaling(backward_override=override), []
     for group in (None, dist.group.WORLD):
@@ -122,13 +125,9 @@ def _other_rows(rank: int, size: int, experts: bool, override: Any) -> None:
         assert all(map(torch.equal, whole, sharded))
 
 
-@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
-@pytest.mark.parametrize("experts", [False, True])
-def test_backward_sends_the_rows_that_it_saved(worker_pool: Pools, experts: bool, override: str | None) -> None:
-    worker_pool(2).run(_other_rows, experts, override)
-
-
-def _start(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_start_values(rank: int, size: int) -> None:
+    """Preserved ones, those of ``reset_parameters``, and those of a checkpoint in high precision."""
     whole, sharded = _models("current", None, preserve_high_precision_init_val=True)
     for a, b in zip(whole, sharded, strict=True):
         assert torch.equal(_own(b, a.weight.get_high_precision_init_val()), b.weight.get_high_precision_init_val())
@@ -150,8 +149,3 @@ def _start(rank: int, size: int) -> None:
         )
         for a, b in zip(whole, sharded, strict=True):
             assert torch.equal(_own(b, a.weight.dequantize()), b.weight.dequantize()), recipe
-
-
-def test_start_values(worker_pool: Pools) -> None:
-    """Preserved ones, those of ``reset_parameters``, and those of a checkpoint in high precision."""
-    worker_pool(3).run(_start)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import minifloat
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.sample import each_pair, each_twice
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
@@ -182,7 +182,9 @@ def test_pytorchs_tensor_parallelism(worker_pool: Pools, recipe: str | None) -> 
                 assert "parallel_mode='column' or 'row'" in message and "minifloat.distributed.parallelize" in message
 
 
-def communicated(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_collectives_of_quantized_parameters(rank: int, size: int) -> None:
+    """They were done on a copy of the values, and lost."""
     with minifloat.quantized_model_init(recipe="current"):
         weight = minifloat.Linear(64, 64, recipe="current").weight
     refused = r"c10d.* QuantizedTensor; communicate t.dequantize\(\).*minifloat.distributed.parallelize"
@@ -192,12 +194,9 @@ def communicated(rank: int, size: int) -> None:
         dist.all_reduce(weight)
 
 
-def test_collectives_of_quantized_parameters(worker_pool: Pools) -> None:
-    """They were done on a copy of the values, and lost."""
-    worker_pool(2).run(communicated)
-
-
-def scattered(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_scatter_of_quantized_parameters(rank: int, size: int) -> None:
+    """The dispatcher does not see tensors within lists of lists, and C++ read their null pointers."""
     with minifloat.quantized_model_init(recipe="mxfp8"):
         layer = minifloat.Linear(64, 64)
     assert isinstance(layer.weight, minifloat.QuantizedTensor)
@@ -215,8 +214,3 @@ def scattered(rank: int, size: int) -> None:
     parallelize_module(plain, mesh, ColwiseParallel())
     with pytest.raises(RuntimeError, match="should only be called once"):
         parallelize_module(plain, mesh, ColwiseParallel())
-
-
-def test_scatter_of_quantized_parameters(worker_pool: Pools) -> None:
-    """The dispatcher does not see tensors within lists of lists, and C++ read their null pointers."""
-    worker_pool(2).run(scattered)

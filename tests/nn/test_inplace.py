@@ -19,7 +19,7 @@ from minifloat.functional.experts import GroupedActivationFunction
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import GroupedMLP
 from minifloat.recipe import Recipe
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import on_ranks
 
 UNQUANTIZED = CustomRecipe(lambda role: Quantizer.identity())
 HIGH_PRECISION = Float8CurrentScaling(backward_override="high_precision")
@@ -316,7 +316,9 @@ def test_outputs_are_no_views() -> None:
 # ---- over ranks ----
 
 
-def in_place_on_ranks(rank: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["column", "row", "mlp", "embedding", "sequence", "losses"])
+@on_ranks(2)
+def test_in_place_after_parallel_layers(rank: int, size: int, kind: str) -> None:
     group = torch.distributed.group.WORLD
     assert group is not None
     options: dict[str, Any] = {"tp_group": group, "tp_size": size}
@@ -349,8 +351,3 @@ def in_place_on_ranks(rank: int, size: int, kind: str) -> None:
     found = gradients(True)
     assert found
     _assert_same(found, gradients(False))
-
-
-@pytest.mark.parametrize("kind", ["column", "row", "mlp", "embedding", "sequence", "losses"])
-def test_in_place_after_parallel_layers(worker_pool: Pools, kind: str) -> None:
-    worker_pool(2).run(in_place_on_ranks, kind)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from minifloat import DelayedScaling, Linear, MultiheadAttention, VocabParallelEmbedding
 from minifloat.distributed import sharded_state_dict
 from minifloat.optim import gradient_norm
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 
 
 def loaded_by_assignment(rank: int, size: int) -> Any:
@@ -63,7 +63,8 @@ def test_the_gradient_of_a_bias_is_that_of_all_heads(worker_pool: Pools, sequenc
         torch.testing.assert_close(got_one, wanted_one, atol=1e-4, rtol=1e-4)
 
 
-def regrouped(rank: int, size: int) -> Any:
+@on_ranks(2)
+def test_groups_and_histories(rank: int, size: int) -> Any:
     torch.manual_seed(1)
     embedding = VocabParallelEmbedding(10, 4, tp_group=dist.group.WORLD)
     before = embedding(torch.arange(10))
@@ -77,7 +78,3 @@ def regrouped(rank: int, size: int) -> Any:
     alone = dist.new_group([rank], use_local_synchronization=True)
     with pytest.raises(ValueError, match="is cut for 2 ranks, not for a group of 1"):
         embedding.set_tensor_parallel_group(alone)
-
-
-def test_groups_and_histories(worker_pool: Pools) -> None:
-    worker_pool(2).run(regrouped)

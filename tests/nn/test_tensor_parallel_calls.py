@@ -27,7 +27,7 @@ from minifloat.functional.tensor_parallel import Gathered, TensorParallel
 from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear
 from minifloat.operand import Operand
 from minifloat.recipe import DelayedScaling, Recipe, named
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import NAMED
 from tests.helpers.sample import each_twice
@@ -217,7 +217,9 @@ def test_recomputation_over_the_group_of_the_forward(worker_pool: Pools, way: st
     worker_pool(4).run(_checkpointed_groups, way, named(recipe))
 
 
-def _over_a_mesh(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_mesh(rank: int, size: int) -> None:
+    """A dim of a device mesh will do for a group; one of a single rank is no parallelism."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     layer = Linear(40, 72, parallel_mode="column", sequence_parallel=True, tp_mesh=mesh["tp"], tp_size=2)
     assert layer(torch.ones(3, 40)).shape == (6, 36)
@@ -225,11 +227,6 @@ def _over_a_mesh(rank: int, size: int) -> None:
     assert alone(torch.ones(3, 40), rows_per_rank=[3]).shape == (3, 72)  # a group of one
     with pytest.raises(ValueError, match="one dim of a device mesh"):
         Linear(40, 72, parallel_mode="column", tp_mesh=mesh)
-
-
-def test_mesh(worker_pool: Pools) -> None:
-    """A dim of a device mesh will do for a group; one of a single rank is no parallelism."""
-    worker_pool(2).run(_over_a_mesh)
 
 
 # ---- Compilation ----------------------------------------------------------------------------------------------------
@@ -268,7 +265,9 @@ def test_compiled(worker_pool: Pools, recipe: str, rows: tuple[int, int]) -> Non
 # ---- Bad input ------------------------------------------------------------------------------------------------------
 
 
-def _refused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_bad_input(rank: int, size: int) -> None:
+    """Errors name the layer, the numbers and the way out, before anything is sent."""
     world, one = dist.group.WORLD, [dist.new_group([0]), dist.new_group([1])][rank]
     column: dict[str, Any] = {"parallel_mode": "column", "tp_group": world}
     wrong: list[tuple[str, Callable[[], object]]] = [
@@ -315,8 +314,3 @@ def _refused(rank: int, size: int) -> None:
             under(DelayedScaling(), module, one)
     under(DelayedScaling(reduce_amax=False), Linear(4, 8, **column))  # gathers nothing
     under(DelayedScaling(), sharded, dist.new_group([0, 1]))
-
-
-def test_bad_input(worker_pool: Pools) -> None:
-    """Errors name the layer, the numbers and the way out, before anything is sent."""
-    worker_pool(2).run(_refused)

@@ -21,7 +21,7 @@ from minifloat.functional.exchange import ColumnSequence
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.ops import cross_entropy as kernels
 from tests.helpers.compare import same_on_all_ranks
-from tests.helpers.distributed_pool import Pools, process_group
+from tests.helpers.distributed_pool import Pools, on_ranks, process_group
 from tests.helpers.sample import each_pair
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -365,7 +365,8 @@ def test_linear_cross_entropy_compiles_to_one_graph(worker_pool: Pools) -> None:
         torch.testing.assert_close(one, other)
 
 
-def wrong_head(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_bad_input_of_a_shared_head_is_an_error_on_all_ranks(rank: int, size: int) -> None:
     hidden, weight, target = torch.randn(4, 3), torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
     ranks: Any = {"tp_group": process_group(), "classes": 8}
     for classes, message in ((None, "classes="), (12, r"\(6, 6\)")):
@@ -375,10 +376,6 @@ def wrong_head(rank: int, size: int) -> None:
         linear_cross_entropy(hidden, weight, target, **ranks, sequence_parallel=True, rows_per_rank=(3, 5))
     with pytest.raises(ValueError, match=r"target has shape \(4,\), input \(8, 3\)"):
         linear_cross_entropy(hidden, weight, target, **ranks, sequence_parallel=True)
-
-
-def test_bad_input_of_a_shared_head_is_an_error_on_all_ranks(worker_pool: Pools) -> None:
-    worker_pool(2).run(wrong_head)
 
 
 def wrong_cross_entropy(rank: int, size: int) -> list[str]:

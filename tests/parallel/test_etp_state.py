@@ -36,7 +36,7 @@ from minifloat.parallel.state_dict import (
 )
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.compare import same_on_all_ranks
-from tests.helpers.distributed_pool import Pools, process_group
+from tests.helpers.distributed_pool import Pools, on_ranks, process_group
 from tests.helpers.fused_model import assert_same
 
 HIDDEN, HEADS, OUT = 24, 4, 5
@@ -188,7 +188,10 @@ def test_loading_into_the_model_alone(worker_pool: Pools, tmp_path: Path) -> Non
     worker_pool(4).run(_load_in_place, str(tmp_path))
 
 
-def _whole(rank: int, size: int, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [(1, 4, 1), (1, 2, 2)])
+@on_ranks(4)
+def test_whole_tensors_are_cut(rank: int, size: int, shape: Shape) -> None:
+    """A state with whole weights, as every rank may have it, goes straight into a model of rows."""
     wanted = make(1, shape).state_dict()
     model = make(5, shape)
     run(model, shape, 3)
@@ -218,12 +221,6 @@ def _whole(rank: int, size: int, shape: Shape) -> None:
     others = sharded_state_dict(make(1, (1, 4, 1) if shape[2] > 1 else (1, 2, 2)))
     with pytest.raises(ValueError, match=r"0\.qkv\.\w+ is .* and the model over \d.*own sharded_state_dict"):
         load_sharded_state_dict(model, others)
-
-
-@pytest.mark.parametrize("shape", [(1, 4, 1), (1, 2, 2)])
-def test_whole_tensors_are_cut(worker_pool: Pools, shape: Shape) -> None:
-    """A state with whole weights, as every rank may have it, goes straight into a model of rows."""
-    worker_pool(4).run(_whole, shape)
 
 
 def others(seed: int) -> nn.Sequential:
@@ -315,7 +312,13 @@ def _gathered(t: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _step_rows(rank: int, size: int, name: str) -> None:
+def _rows_of(layer: Linear) -> dict[Tensor, tuple[int, slice]]:
+    return {layer._weight(name): extent for name, extent in layer._etp.rows.extents().items()}
+
+
+@pytest.mark.parametrize("name", [pytest.param("foreach", marks=pytest.mark.slow), "fused", "master", "remainder"])
+@on_ranks(4)
+def test_optimizers_step_rows(rank: int, size: int, name: str) -> None:
     """Two steps of rows equal those of the whole model with the gathered gradients."""
     makers: Any = {
         "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
@@ -350,15 +353,6 @@ def _step_rows(rank: int, size: int, name: str) -> None:
     again.load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
     for p in model.parameters():
         assert_same(dict(again.state[p]), dict(optimizers[1].state[p]))
-
-
-def _rows_of(layer: Linear) -> dict[Tensor, tuple[int, slice]]:
-    return {layer._weight(name): extent for name, extent in layer._etp.rows.extents().items()}
-
-
-@pytest.mark.parametrize("name", [pytest.param("foreach", marks=pytest.mark.slow), "fused", "master", "remainder"])
-def test_optimizers_step_rows(worker_pool: Pools, name: str) -> None:
-    worker_pool(4).run(_step_rows, name)
 
 
 # ---- norms ----
@@ -472,7 +466,10 @@ def _saved(value: Any) -> Any:
     return torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
 
 
-def _copies(rank: int, size: int, recipe: str | None) -> None:
+@pytest.mark.parametrize("recipe", [None, "mxfp8", pytest.param("current", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_copies_and_moves(rank: int, size: int, recipe: str | None) -> None:
+    """deepcopy, pickle, torch.save, dtypes, ``to_empty``, assigned parameters: a pass is that of a new model."""
     shape = (1, size, 1)
 
     def fresh(seed: int) -> nn.Sequential:
@@ -500,9 +497,3 @@ def _copies(rank: int, size: int, recipe: str | None) -> None:
     for seed in (5, 6):
         empty.load_state_dict(fresh(seed).state_dict())
         _same_outputs(empty, fresh(seed), rank)
-
-
-@pytest.mark.parametrize("recipe", [None, "mxfp8", pytest.param("current", marks=pytest.mark.slow)])
-def test_copies_and_moves(worker_pool: Pools, recipe: str | None) -> None:
-    """deepcopy, pickle, torch.save, dtypes, ``to_empty``, assigned parameters: a pass is that of a new model."""
-    worker_pool(2).run(_copies, recipe)

@@ -19,7 +19,7 @@ from minifloat.nn import MoE
 from minifloat.optim import MasterWeights
 from minifloat.parallel.data_parallel import data_parallel
 from minifloat.parallel.fsdp.api import full_state_dict, fully_shard
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.selection import diagonals
 
 WRAPPERS = {"ddp": data_parallel, "fsdp": fully_shard, "torch fsdp": torch_fully_shard}
@@ -37,7 +37,9 @@ def whole(value: Tensor | None) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def step_alike(rank: int, size: int, wrapper: str, recipe: str, single: bool) -> str:
+@pytest.mark.parametrize(("wrapper", "recipe", "single"), diagonals(2, WRAPPERS, ["current", "none"], [False, True]))
+@on_ranks(2)
+def test_steps_are_those_of_one_process(rank: int, size: int, wrapper: str, recipe: str, single: bool) -> str:
     """Three steps of both; what differs first, or ""."""
     twin = make(recipe, single)
     model = copy.deepcopy(twin)
@@ -65,12 +67,8 @@ def step_alike(rank: int, size: int, wrapper: str, recipe: str, single: bool) ->
     return ""
 
 
-@pytest.mark.parametrize(("wrapper", "recipe", "single"), diagonals(2, WRAPPERS, ["current", "none"], [False, True]))
-def test_steps_are_those_of_one_process(worker_pool: Pools, wrapper: str, recipe: str, single: bool) -> None:
-    assert worker_pool(2).run(step_alike, wrapper, recipe, single) == [""] * 2
-
-
-def quantized_step_alike(rank: int, size: int) -> str:
+@on_ranks(2)
+def test_quantized_experts_are_those_of_the_first_rank(rank: int, size: int) -> str:
     """Three steps of quantized experts that start otherwise on each rank; what differs first from rank 0's, or ""."""
     models = [make("delayed", False, seed, quantized=True) for seed in (rank, 0)]
     wrapped = data_parallel(models[0])
@@ -85,10 +83,6 @@ def quantized_step_alike(rank: int, size: int) -> str:
             optimizer.step()
             optimizer.zero_grad()
     return ""
-
-
-def test_quantized_experts_are_those_of_the_first_rank(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(quantized_step_alike) == [""] * 2
 
 
 def save(rank: int, size: int, folder: str, single: bool, quantized: bool) -> None:

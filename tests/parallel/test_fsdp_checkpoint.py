@@ -26,7 +26,7 @@ import minifloat
 from minifloat.distributed import full_state_dict, load_full_state_dict
 from minifloat.optim import MasterWeights
 from minifloat.tensor import QuantizedTensor
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fsdp_cases import Case, shard
 from tests.helpers.fsdp_checkpoints import (
     State,
@@ -241,7 +241,9 @@ def through_pickle(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def copies(rank: int, size: int, recipe: str) -> list[str]:
+@pytest.mark.parametrize("recipe", ["current", "nvfp4", *[pytest.param(r, marks=pytest.mark.slow) for r in ("block",)]])
+@on_ranks(2)
+def test_copies_of_shards(rank: int, size: int, recipe: str) -> list[str]:
     """Copied, pickled, flattened and put back."""
     model = sharded(recipe, size)
     wrong = []
@@ -283,15 +285,11 @@ def copies(rank: int, size: int, recipe: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("recipe", ["current", "nvfp4", *[pytest.param(r, marks=pytest.mark.slow) for r in ("block",)]])
-def test_copies_of_shards(worker_pool: Pools, recipe: str) -> None:
-    assert worker_pool(2).run(copies, recipe) == [[]] * 2
-
-
 # ---- optimizers ----
 
 
-def stepped(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_optimizers(rank: int, size: int) -> None:
     """Clipping and loss scaling are those of the unsharded model."""
     torch.manual_seed(3)
     plain = unsharded("mxfp8")
@@ -316,7 +314,3 @@ def stepped(rank: int, size: int) -> None:
         a, b = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (full_state_dict(model)[key], value))
         assert torch.allclose(a, b, rtol=0.13, atol=1e-4), key  # a code, where masters differ by the norm's last bit
     assert found.keys() == wanted.keys()
-
-
-def test_optimizers(worker_pool: Pools) -> None:
-    worker_pool(2).run(stepped)

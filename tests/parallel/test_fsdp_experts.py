@@ -17,7 +17,7 @@ from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, pytorch, sharded_weights
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.rows import row_unit
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fsdp_cases import KINDS, Case, RecordedGathers, mesh_of
 from tests.helpers.selection import diagonals
 
@@ -101,7 +101,9 @@ def test_wire_bytes(worker_pool: Pools, recipe: str, quantized: bool) -> None:
         assert sent == formula and number == 6
 
 
-def states(rank: int, size: int, recipe: str) -> list[str]:
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+@on_ranks(2)
+def test_whole_state_dicts(rank: int, size: int, recipe: str) -> list[str]:
     """The whole state dict there and back; what differs."""
     whole = made(recipe, True)
     twin, sharded = copy.deepcopy(whole), made(recipe, True, seed=1)
@@ -127,20 +129,12 @@ def states(rank: int, size: int, recipe: str) -> list[str]:
     return wrong + ["loaded values"] * (not torch.equal(evaluated(sharded), evaluated(twin)))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "block"])
-def test_whole_state_dicts(worker_pool: Pools, recipe: str) -> None:
-    assert worker_pool(2).run(states, recipe) == [[]] * 2
-
-
-def in_one_parameter(rank: int, size: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_one_parameter_of_all_experts_is_gathered_in_high_precision(rank: int, size: int) -> dict[str, Any]:
     model = nn.Sequential(minifloat.MoE(32, 48, 4, 2, recipe="mxfp8", single_grouped_weight=True))
     fully_shard(model, mesh=mesh_of(size))
     model(torch.randn(9, 32)).sum().backward()
     return sharded_weights(model)
-
-
-def test_one_parameter_of_all_experts_is_gathered_in_high_precision(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(in_one_parameter) == [{}] * 2
 
 
 class Residual(nn.Module):

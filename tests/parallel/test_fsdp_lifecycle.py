@@ -27,7 +27,7 @@ from minifloat.operand import Quantized
 from minifloat.parallel.fsdp import fully_shard, pytorch
 from minifloat.parallel.fsdp.weight import GatheredWeight, ShardedWeight
 from minifloat.tensor.rows import row_unit
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fsdp_cases import Case, RecordedGathers, gathered_bytes, layers, linears, mesh_of, shard, step
 from tests.helpers.memory import live_storages
 
@@ -65,7 +65,13 @@ def test_wire_bytes(worker_pool: Pools, recipe: str, most: float) -> None:
 # ---- memory ----
 
 
-def memory(rank: int, size: int, recipe: str) -> list[str]:
+def _tensors(operands: Quantized) -> list[Tensor]:
+    return [t for operand in operands if operand is not None for t in operand[:3] if t is not None]
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+@on_ranks(2)
+def test_memory(rank: int, size: int, recipe: str) -> list[str]:
     """What is wrong with the memory of gathered weights: where it is, when it is freed, whether it moves."""
     model = linears(recipe)
     shard(model, Case("linears", recipe, reshard=True), mesh_of(size))
@@ -100,15 +106,6 @@ def memory(rank: int, size: int, recipe: str) -> list[str]:
         wrong += ["tensors were made anew"] * any(a is not b for a, b in zip(before, now, strict=True))
         wrong += ["the parameter was made anew"] * (weight.parameters[0]._unsharded_param is not parameter)
     return wrong
-
-
-def _tensors(operands: Quantized) -> list[Tensor]:
-    return [t for operand in operands if operand is not None for t in operand[:3] if t is not None]
-
-
-@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
-def test_memory(worker_pool: Pools, recipe: str) -> None:
-    assert worker_pool(2).run(memory, recipe) == [[]] * 2
 
 
 # ---- where values come from ----
@@ -363,7 +360,9 @@ def test_checkpoint(worker_pool: Pools) -> None:
 # ---- who gathers when ----
 
 
-def by_hand(rank: int, size: int, recipe: str) -> list[str]:
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@on_ranks(2)
+def test_gathers_by_hand_and_ahead(rank: int, size: int, recipe: str) -> list[str]:
     """Unsharded by hand before a forward, of weights that were cast earlier and have changed; then prefetched."""
     model = layers(recipe, 24, 70, 33, 40)
     plain = layers(recipe, 24, 70, 33, 40)
@@ -390,11 +389,6 @@ def by_hand(rank: int, size: int, recipe: str) -> list[str]:
     model[2].set_modules_to_backward_prefetch([model[1], model[0]])
     outputs.append(step(model, rank))
     return [f"forward {i}" for i, output in enumerate(outputs) if not torch.equal(output, expected)]
-
-
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_gathers_by_hand_and_ahead(worker_pool: Pools, recipe: str) -> None:
-    assert worker_pool(2).run(by_hand, recipe) == [[]] * 2
 
 
 def recomputed(rank: int, size: int) -> list[int]:

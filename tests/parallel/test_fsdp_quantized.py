@@ -9,7 +9,7 @@ import minifloat
 from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import fully_shard
 from minifloat.tensor import QuantizedTensor
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fsdp_cases import MODELS, Case, mesh_of, quantized_lockstep, shard
 
 
@@ -111,7 +111,9 @@ def test_amaxes_are_agreed_on(worker_pool: Pools) -> None:
     assert worker_pool(2).run(written) == [[True, True]] * 2
 
 
-def materialized(rank: int, size: int, recipe: str, quantized: bool) -> list[str]:
+@pytest.mark.parametrize(("recipe", "quantized"), [("mxfp8", True), ("nvfp4", False), ("delayed", True)])
+@on_ranks(2)
+def test_materialized_from_meta(rank: int, size: int, recipe: str, quantized: bool) -> list[str]:
     """Made on meta, sharded, given memory and start values; what differs from the model that was never sharded."""
 
     def model() -> torch.nn.Module:
@@ -137,12 +139,9 @@ def materialized(rank: int, size: int, recipe: str, quantized: bool) -> list[str
     return [] if torch.equal(*outputs) else [f"outputs differ by {(outputs[0] - outputs[1]).abs().max():.3g}"]
 
 
-@pytest.mark.parametrize(("recipe", "quantized"), [("mxfp8", True), ("nvfp4", False), ("delayed", True)])
-def test_materialized_from_meta(worker_pool: Pools, recipe: str, quantized: bool) -> None:
-    assert worker_pool(2).run(materialized, recipe, quantized) == [[]] * 2
-
-
-def restored(rank: int, size: int, recipe: str) -> list[str]:
+@pytest.mark.parametrize("recipe", ["block", "nvfp4"])
+@on_ranks(2)
+def test_restored(rank: int, size: int, recipe: str) -> list[str]:
     """The state of the optimizer brings masters and codes back, where shards may be no whole blocks."""
     models, optimizers = [], []
     for _ in range(2):
@@ -160,11 +159,6 @@ def restored(rank: int, size: int, recipe: str) -> list[str]:
     optimizers[1].load_state_dict(optimizers[0].state_dict())
     outputs = [model(x) for model in models]
     return [] if torch.equal(*outputs) else [f"outputs differ by {(outputs[0] - outputs[1]).abs().max():.3g}"]
-
-
-@pytest.mark.parametrize("recipe", ["block", "nvfp4"])
-def test_restored(worker_pool: Pools, recipe: str) -> None:
-    assert worker_pool(2).run(restored, recipe) == [[]] * 2
 
 
 def with_remainder(rank: int, size: int) -> None:

@@ -13,7 +13,7 @@ import minifloat
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.parallel.fsdp import fully_shard, pytorch, sharded_weights
 from minifloat.quantizer import Quantizer, cast_all
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fsdp_cases import MODELS, Case, RecordedGathers, lockstep, mesh_of, quantized_lockstep, shard, step
 from tests.helpers.memory import live_storages
 
@@ -142,7 +142,8 @@ def test_which_weights(worker_pool: Pools) -> None:
 # ---- the wire and memory ----
 
 
-def sent_and_held(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_wire_and_memory(rank: int, size: int) -> list[str]:
     """Bytes of a step's two gathers; whether what is received is copied, and what is left of it."""
     rows = {"a": 256, "b": 128, "c": 44}
     layer = minifloat.Linear(64, 428, bias=False, recipe="mxfp8", parameters_split=rows)
@@ -168,14 +169,13 @@ def sent_and_held(rank: int, size: int) -> list[str]:
     return wrong
 
 
-def test_wire_and_memory(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(sent_and_held) == [[]] * 2
-
-
 # ---- torch.compile ----
 
 
-def compiled(rank: int, size: int, recipe: str) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@on_ranks(2)
+def test_compiled(rank: int, size: int, recipe: str) -> list[str]:
     """Compiled layers beside eager ones, three steps: one graph a layer, though codes come and go."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -200,12 +200,6 @@ def compiled(rank: int, size: int, recipe: str) -> list[str]:
         wrong += [f"step {i}: {j}" for j, both in enumerate(zip(*results, strict=True)) if not torch.equal(*both)]
     torch._dynamo.reset()
     return wrong + [f"{counter.frame_count} graphs"] * (counter.frame_count != 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_compiled(worker_pool: Pools, recipe: str) -> None:
-    assert worker_pool(2).run(compiled, recipe) == [[]] * 2
 
 
 # ---- quantized parameters ----

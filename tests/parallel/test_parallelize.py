@@ -18,7 +18,7 @@ from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.parallel.parallelize import parallelize
 from minifloat.recipe import DelayedScaling, Recipe
 from minifloat.tensor import QuantizedTensor
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fused_model import assert_same
 from tests.helpers.recipes import NAMED
 from tests.helpers.selection import diagonals
@@ -233,7 +233,12 @@ def test_one_rank() -> None:
 # ---- quantized parameters ----
 
 
-def of_quantized(rank: int, size: int, recipe: str, trained: bool) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "delayed"])
+@on_ranks(2)
+def test_of_quantized_parameters(rank: int, size: int, recipe: str, trained: bool) -> None:
+    """Each piece is cast by itself, from the values before the first cast where these are still right."""
+
     def made(**options: Any) -> TransformerLayer:
         torch.manual_seed(0)
         sizes: dict[str, Any] = LLAMA | {"fuse_qkv_params": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -265,13 +270,6 @@ def of_quantized(rank: int, size: int, recipe: str, trained: bool) -> None:
         x = torch.randn(5, 2, HIDDEN).bfloat16()
         with autocast(recipe=recipe):
             assert torch.equal(layer(x), born(x))
-
-
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("recipe", ["current", "mxfp8", "delayed"])
-def test_of_quantized_parameters(worker_pool: Pools, recipe: str, trained: bool) -> None:
-    """Each piece is cast by itself, from the values before the first cast where these are still right."""
-    worker_pool(2).run(of_quantized, recipe, trained)
 
 
 # ---- errors ----

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from minifloat import Linear, VocabParallelEmbedding
 from minifloat.distributed import parallelize
 from minifloat.optim import gradient_norm
-from tests.helpers.distributed_pool import Pools, process_group
+from tests.helpers.distributed_pool import Pools, on_ranks, process_group
 from tests.helpers.etp_cases import mesh_of
 
 
@@ -34,7 +34,9 @@ def gradients(model: nn.Module, data: list[Tensor]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assigned(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_gradients_of_assigned_rows(rank: int, size: int) -> None:
+    """Each rank's are of its rows; the norm counts the rows of all ranks."""
     data = [torch.randn(5, 8, generator=torch.Generator().manual_seed(each)) for each in range(size)]
     whole, model = layers(), parallelize(layers(), mesh_of({"etp": size}))
     for _ in range(2):
@@ -46,11 +48,6 @@ def assigned(rank: int, size: int) -> None:
         torch.testing.assert_close(gradient_norm(model.parameters()), norm)
         replace(whole)
         replace(model)
-
-
-def test_gradients_of_assigned_rows(worker_pool: Pools) -> None:
-    """Each rank's are of its rows; the norm counts the rows of all ranks."""
-    worker_pool(2).run(assigned)
 
 
 def assigned_parts(rank: int, size: int) -> list[float]:
@@ -72,7 +69,9 @@ def test_norm_of_assigned_parts(worker_pool: Pools) -> None:
         assert parts == pytest.approx(whole, rel=1e-6)
 
 
-def frozen(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_frozen_after_the_forward(rank: int, size: int) -> None:
+    """No gradient, as from autograd."""
     data = torch.randn(5, 8)
     model = parallelize(layers(), mesh_of({"etp": size}))
     wanted = gradients(model, [data])
@@ -85,8 +84,3 @@ def frozen(rank: int, size: int) -> None:
     assert all(torch.equal(p.grad, wanted[n]) for n, p in model.named_parameters() if p.grad is not None)
     again = gradients(model, [data])
     assert all(torch.equal(gradient, wanted[name]) for name, gradient in again.items()) and len(again) == 4
-
-
-def test_frozen_after_the_forward(worker_pool: Pools) -> None:
-    """No gradient, as from autograd."""
-    worker_pool(2).run(frozen)

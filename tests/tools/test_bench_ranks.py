@@ -23,7 +23,7 @@ from minifloat.tools.bench.ranks import (
     layer_steps,
     quantizer_of,
 )
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 
 # ---- gather ----
 
@@ -36,7 +36,9 @@ def test_unaligned_rows_straddle() -> None:
             assert all(rank * rows % block for rank in range(1, ranks) for block in (16, 32, 128))
 
 
-def gathers(rank: int, size: int, both: bool) -> None:
+@pytest.mark.parametrize("both", [False, True])
+@on_ranks(2)
+def test_what_is_gathered_passes(rank: int, size: int, both: bool) -> None:
     """Of 40 + 5 rows a rank, each recipe."""
     group, rows = Group.of(dist.group.WORLD), 40 + UNALIGNED
     whole = torch.randn(size * rows, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -46,11 +48,6 @@ def gathers(rank: int, size: int, both: bool) -> None:
         wanted = cast_all([whole], [quantizer])[0]
         check_gathered(recipe, got, wanted)
         assert (wanted.columnwise is not None) == both or recipe == "current"
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_what_is_gathered_passes(both: bool, worker_pool: Pools) -> None:
-    worker_pool(2).run(gathers, both)
 
 
 def flipped(tensor: torch.Tensor) -> torch.Tensor:
