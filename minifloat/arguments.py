@@ -1,4 +1,4 @@
-"""Arguments are checked against the annotations of what takes them, by type and range, in one way for all.
+"""Checks of arguments against the annotations of what takes them, by type and range, in one way for all.
 
     @checked
     def scale(x: Tensor, by: PositiveFloat = 1.0, mode: Literal["up", "down"] = "up") -> Tensor: ...
@@ -34,7 +34,7 @@ def _always(value: Any) -> bool:
 
 
 class Accepts(NamedTuple):
-    """In ``Annotated``: what a value of the right type must be, and how errors say it.
+    """Mark in ``Annotated``: what a value of the right type must be, and how errors say it.
 
     ``alone``: without what the type asks of values, which is that numbers are finite.
     """
@@ -72,7 +72,7 @@ FloatDtype = Annotated[
 
 
 def checked(target: F) -> F:
-    """A function, method or dataclass whose arguments are checked at each call, against the annotations.
+    """Decorates a function, method or dataclass: its arguments are checked at each call, against the annotations.
 
     Annotations are read at the first call. Compiled code is not checked: a graph must not break for it. Arguments that
     an ``Unpack`` of a ``TypedDict`` stands for are checked too, and in the signature, with ``...`` for their defaults.
@@ -89,7 +89,7 @@ def checked(target: F) -> F:
 
 
 def _checked(function: Callable[..., Any], annotated: Any) -> Callable[..., Any]:
-    """``annotated``: the function, or the class whose fields are its arguments."""
+    """Wraps ``function``; ``annotated``: it, or the class whose fields are its arguments."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def _checked(function: Callable[..., Any], annotated: Any) -> Callable[..., Any]
 
 
 def _unpacked(hint: Any) -> dict[str, Any]:
-    """The annotations that ``Unpack`` of a ``TypedDict`` stands for; none where a hint is another."""
+    """Finds the annotations that ``Unpack`` of a ``TypedDict`` stands for; none where a hint is another."""
     return get_type_hints(get_args(hint)[0], include_extras=True) if get_origin(hint) is Unpack else {}
 
 
@@ -128,7 +128,7 @@ def _check(function: Callable[..., Any], annotated: Any, args: tuple[Any, ...], 
 
 
 def check_value(owner: str, name: str, value: Any, annotation: Any) -> None:
-    """The same of one value, such as one that is assigned to an attribute."""
+    """Checks one value, such as one that is assigned to an attribute."""
     spec = _spec(annotation)
     if not (spec.fits(value) and spec.holds(value)):
         raise _refusal(owner, name, value, spec)
@@ -143,7 +143,7 @@ def _refusal(owner: str, name: str, value: Any, spec: _Spec) -> TypeError | Valu
 
 
 def _owner(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What was called, and the name that a layer is given."""
+    """Names what was called, with the name that a layer is given."""
     own = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
     name, number = kwargs.get("name"), kwargs.get("layer_number")
     if isinstance(name, str) and name:
@@ -152,7 +152,7 @@ def _owner(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
 
 
 def label_of(owner: object) -> str:
-    """What errors call a layer; a string is its own label.
+    """Name of a layer in errors; a string is its own label.
 
     Asked where an error is raised, and not before: a compiler guards each name that it reads, and would compile equal
     layers anew for theirs.
@@ -165,7 +165,7 @@ _short.maxstring = _short.maxother = 60
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: in one short line, which computes nothing."""
+    """Shows a value in an error: in one short line, which computes nothing."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, Tensor):
@@ -260,7 +260,7 @@ def _of_class(kind: Any) -> _Spec:
 
 
 def _home(kind: type) -> str:
-    """Where users find a class: the shortest of the packages above it that has it."""
+    """Finds where users find a class: the shortest of the packages above it that has it."""
     parts = kind.__module__.split(".")
     for depth in range(1, len(parts)):
         package = ".".join(parts[:depth])
@@ -281,7 +281,7 @@ _CONTAINERS = (list, tuple, set, frozenset, dict, abc.Sequence, abc.Mapping, abc
 
 
 def _container(origin: Any, args: tuple[Any, ...]) -> _Spec:
-    """A collection, and what is in it; of an iterable that can be read only once nothing is known."""
+    """Accepts a collection, and what is in it; of an iterable that can be read only once nothing is known."""
     kinds = (tuple, list) if origin is tuple else origin  # as files write tuples
     specs = [_spec(arg) for arg in args if arg is not Ellipsis]
     several = origin in (dict, abc.Mapping)

@@ -1,4 +1,4 @@
-"""Which recipe is in force: a module's own, else that of the surrounding ``autocast``, else none."""
+"""``autocast``, which gives a recipe to modules that have none of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from minifloat.recipe import (
 
 
 class _Stack(threading.local):
-    """The ``autocast`` contexts that this thread is inside of, outermost first."""
+    """Stack of the ``autocast`` contexts that this thread is inside of, outermost first."""
 
     def __init__(self) -> None:
         self.contexts: list[autocast] = []
@@ -109,7 +109,7 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
 
 
 def first_equal(recipe: Recipe) -> Recipe:
-    """The first of equal recipes: layers cache by identity, and a loop may make its recipe anew in each step."""
+    """Returns the first of equal recipes: layers cache by identity, and a loop may make its recipe in each step."""
     ours = type(recipe).__module__.startswith("minifloat.") and not isinstance(recipe, CustomRecipe)
     if not ours or torch.compiler.is_compiling():
         return recipe
@@ -123,18 +123,18 @@ _MAX_RECIPES = 64
 
 
 def current() -> autocast | None:
-    """The innermost ``autocast`` that this thread is inside of."""
+    """Returns the innermost ``autocast`` that this thread is inside of."""
     return _stack.contexts[-1] if _stack.contexts else None
 
 
 def surrounding_recipe() -> Recipe | None:
-    """What the innermost ``autocast`` gives to layers without a recipe."""
+    """Returns the recipe that the innermost ``autocast`` gives to layers without one."""
     context = current()
     return context.recipe if context is not None and context.enabled else None
 
 
 def surrounding_contexts() -> list[autocast]:
-    """All that this thread is inside of, outermost first."""
+    """Lists the contexts that this thread is inside of, outermost first."""
     return list(_stack.contexts)
 
 
@@ -147,7 +147,7 @@ def restore_contexts(contexts: list[autocast]) -> list[autocast]:
 
 @contextmanager
 def captured(context: autocast) -> Iterator[list[Any]]:
-    """This thread is inside of ``context`` alone, for the capture of a CUDA graph.
+    """Puts this thread inside of ``context`` alone, for the capture of a CUDA graph.
 
     Yields:
         A list that gets each module's forward under delayed scaling, a ``DelayedCall``: amaxes are recorded, and no
@@ -164,12 +164,12 @@ def captured(context: autocast) -> Iterator[list[Any]]:
 
 
 def checks_finite() -> bool:
-    """Some context that this thread is inside of has ``check_finite``; to be asked where ``finite.active``."""
+    """Whether some context of this thread has ``check_finite``; asked where ``finite.active``."""
     return any(context.check_finite for context in _stack.contexts)
 
 
 def is_batch_invariant() -> bool:
-    """Some context that this thread is inside of has ``batch_invariant``; to be asked if ``batch_invariant_used``."""
+    """Whether some context of this thread has ``batch_invariant``; asked if ``batch_invariant_used``."""
     for context in _stack.contexts:  # noqa: SIM110 - a generator costs as much as the rest
         if context.batch_invariant:
             return True
@@ -177,7 +177,7 @@ def is_batch_invariant() -> bool:
 
 
 def get_default_recipe() -> Recipe:
-    """MXFP8 where tensor cores multiply it (sm_100), current scaling from sm_120 on, else delayed scaling."""
+    """Chooses MXFP8 where tensor cores multiply it (sm_100), current scaling from sm_120 on, else delayed scaling."""
     if torch.cuda.is_available() and torch.version.cuda is not None:
         major, _ = torch.cuda.get_device_capability()
         if major >= 12:

@@ -86,7 +86,7 @@ def swizzled(a: Format, b: Format, device: torch.device) -> Support:
 
 
 def _is_mx(fmt: Format) -> bool:
-    """Without rounding it is E4M3 or E5M2 in strips of 32 under E8M0 scales."""
+    """Whether it is, without rounding, E4M3 or E5M2 in strips of 32 under E8M0 scales."""
     return fmt.element in _MX_ELEMENTS and fmt.scale_rule in ("e8m0", "pow2") and fmt.block >= 32
 
 
@@ -95,12 +95,12 @@ _MX_ELEMENTS = frozenset({"e4m3", "e5m2", "e2m1", "e2m3", "e3m2"})
 
 
 def is_mxfp4(fmt: Format) -> bool:
-    """E2M1 with a power of two for each 32, in strips or tiles: ``fold`` of ``ops/matmul`` makes FP8 in tiles of it."""
+    """Whether it is E2M1 with a power of two for each 32, of which ``fold`` of ``ops/matmul`` makes FP8 in tiles."""
     return fmt.element == "e2m1" and fmt.block == 32 and fmt.scale_rule == "e8m0"
 
 
 def folds(a: Format, b: Format) -> bool:
-    """FP8 in strips of 128 by MXFP4, which without rounding is FP8 in tiles of 128 x 128."""
+    """Whether they are FP8 in strips of 128 by MXFP4, which without rounding is FP8 in tiles of 128 x 128."""
     return a.block == 128 and a.element == "e4m3" and not a.tile and a.scale_rule in ("fp32", "pow2") and is_mxfp4(b)
 
 
@@ -145,7 +145,7 @@ def emulates(a: Format, b: Format, device: torch.device) -> Support:
 
 @lru_cache(1024)  # pairs of formats, which may have a new number at each step
 def choose(a: Format, b: Format, device: torch.device) -> tuple[str, str]:
-    """What multiplies these operands, and why: ``"native"``, else ``"emulated"``, else ``"reference"``."""
+    """Chooses what multiplies these operands, and says why: ``"native"``, else ``"emulated"``, else ``"reference"``."""
     native, reason = supports(a, b, device)
     if native:
         return "native", reason
@@ -169,7 +169,7 @@ def kernels(device: int) -> Support:
 
 @cache
 def cublaslt(device: int) -> bool:
-    """FP8 products are added to fp32 memory by cuBLASLt itself, see D21; that has run on sm_90 alone."""
+    """Whether cuBLASLt itself adds FP8 products to fp32 memory, see D21; that has run on sm_90 alone."""
     return _device_facts(torch.device("cuda", device))[0][0] == 9
 
 
@@ -178,7 +178,7 @@ kernels.__wrapped__._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def k_major(fmt: Format) -> bool:
-    """CUDA's product of ``fmt`` wants the contracted dim consecutive: dgrad and wgrad read transposed copies.
+    """Whether CUDA's product of ``fmt`` wants the contracted dim consecutive: dgrad and wgrad read transposed copies.
 
     So the FP8 tensor cores of sm_89 and sm_90 want it. A CPU takes any strides, and the emulated product writes its
     operands out anyway.
@@ -187,12 +187,12 @@ def k_major(fmt: Format) -> bool:
 
 
 def backend(a: Format, b: Format, device: torch.device) -> str:
-    """``"native"``, ``"emulated"`` or ``"reference"``: what multiplies these operands."""
+    """Names what multiplies these operands: ``"native"``, ``"emulated"`` or ``"reference"``."""
     return choose(a, b, device)[0]
 
 
 def table(device: torch.device) -> list[Row]:
-    """The whole table for a device."""
+    """Lists the whole table for a device."""
     rows = [Row("scaled product", name, *choose(a, b, device)) for name, a, b in PAIRS]
     runs, reason = kernels(device.index or 0) if device.type == "cuda" else (False, f"{device.type}: plain PyTorch")
     for operation in ("amax, cast, dequantize", "norm, activation"):

@@ -25,8 +25,8 @@ Layouts = tuple[tuple[Format, int], ...]
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def directly(xs: Sequence[Tensor]) -> bool:
-    """All are plain tensors of one device that may be read past the dispatcher, which costs 10 to 20 us a call.
+def can_skip_dispatcher(xs: Sequence[Tensor]) -> bool:
+    """Whether all are plain tensors of one device: then the dispatcher, 10 to 20 us a call, need not be asked.
 
     Not where autograd or a dispatch mode (of a test, a profiler, a fake tensor) is to see an operation.
     """
@@ -39,24 +39,24 @@ def directly(xs: Sequence[Tensor]) -> bool:
     return xs[0].is_cpu or (xs[0].is_cuda and backends.kernels(device.index)[0])
 
 
-class Arrangement(NamedTuple):
-    """How the outputs of the casts of one matrix become its operands.
+class OperandLayout(NamedTuple):
+    """Layout of the outputs of one matrix's casts as its operands.
 
     Args:
         layouts: format and dim of each cast, as :meth:`Quantizer.layouts` gives them.
         row, column: which of them serves which orientation, or -1.
-        second: casts the columnwise operand of the first one's values, where it is made of them.
+        columnwise_from_rowwise: casts the columnwise operand of the first one's values, where it is made of them.
     """
 
     layouts: Layouts
     row: int
     column: int
-    second: Callable[[Tensor], Quantized] | None = None
+    columnwise_from_rowwise: Callable[[Tensor], Quantized] | None = None
 
     def operands(
         self, outputs: Iterator[Output], shape: tuple[int, int], dtype: torch.dtype, values: Tensor | None = None
     ) -> Quantized:
-        """The operands of a matrix of ``shape`` and ``dtype``.
+        """Makes the operands of a matrix of ``shape`` and ``dtype``.
 
         Args:
             outputs: of each cast codes, scales, the measured amax and the given one; as many as are quantized are
@@ -74,21 +74,21 @@ class Arrangement(NamedTuple):
             amax = measured if rule == "given" else level if rule == "two_level" else None
             made.append(new(Operand, (codes, scale_inv, amax, fmt, dim, shape, dtype)))
         row = made[self.row] if self.row >= 0 else None
-        if self.second is not None:
-            return Quantized(row, self.second(made[0].dequantize()).columnwise)
+        if self.columnwise_from_rowwise is not None:
+            return Quantized(row, self.columnwise_from_rowwise(made[0].dequantize()).columnwise)
         return new(Quantized, (row, made[self.column] if self.column >= 0 else None))
 
 
-class Wanted(NamedTuple):
-    """What is wanted of one tensor.
+class TensorCasts(NamedTuple):
+    """Casts of one tensor, and the operands that they become.
 
     Args:
         casts: those that have an amax or a scale of their own; see :attr:`Quantizer.casts`.
-        arrangement: the casts to make, and which operand each becomes.
+        operand_layout: the casts to make, and which operand each becomes.
     """
 
     casts: Layouts
-    arrangement: Arrangement
+    operand_layout: OperandLayout
 
 
 class Casts:
@@ -100,10 +100,10 @@ class Casts:
     Args:
         wanted: of each tensor.
         k_major: codes are laid out as GEMMs on CUDA read them.
-        passing: dims along which operands are for one emulated product: kernels may write them as bf16 values.
+        emit_bf16: dims along which operands are for one emulated product: kernels may write them as bf16 values.
     """
 
-    def __init__(self, wanted: Sequence[Wanted], k_major: bool = False, passing: Sequence[int] = ()) -> None:
+    def __init__(self, wanted: Sequence[TensorCasts], k_major: bool = False, emit_bf16: Sequence[int] = ()) -> None:
         self.wanted = wanted
         self.request = request = Request([], [], [], [], [], [], [], [])
         self._as_values: list[bool] = []  # for each cast
@@ -131,7 +131,7 @@ class Casts:
                     request.formats.append(fmt.spec)
                     request.dims.append(dim)
                     request.k_major.append(k_major and backends.k_major(fmt))
-                    self._as_values.append(dim in passing)
+                    self._as_values.append(dim in emit_bf16)
                     request.own_level.append(numbers[twin])
                     if fmt.scale_rule == "two_level" and numbers[twin] not in self._read:
                         self._read.append(numbers[twin])
@@ -155,7 +155,7 @@ class Casts:
         ``scales`` are not checked here: ``cast_all`` does that for the user's, and those of a history are right.
         """
         given = self._nothing
-        if not directly(xs):
+        if not can_skip_dispatcher(xs):
             return self.by_operations(xs, amaxes, rngs, scales, noop_flag)
         if amaxes is not None or self.takes_scales:
             given = self._given(amaxes, scales)
@@ -174,7 +174,7 @@ class Casts:
     def recorded(
         self, xs: Sequence[Tensor], history: tuple[Tensor, Tensor], slots: Sequence[int], forward: bool
     ) -> list[Quantized]:
-        """All casts take delayed scales: in compiled code one operation casts and records, see ``cast_and_record_``.
+        """Casts with delayed scales alone and records in one operation, in compiled code; see ``cast_and_record_``.
 
         ``history``: the scales [n] and the amaxes [L, n]; the operands have no amax.
         """
@@ -185,10 +185,10 @@ class Casts:
         return self._operands(matrices, made[0::2], made[1::2], self._nothing, self._nothing)
 
     def amaxes(self, xs: Sequence[Tensor]) -> list[Amaxes]:
-        """The amaxes of ``xs``; see :func:`find_amaxes`."""
+        """Finds the amaxes of ``xs``; see :func:`find_amaxes`."""
         if not self.request.amax_of:
             return [(None,) * len(wanted) for wanted in self._needs_amax]
-        if torch.compiler.is_dynamo_compiling() or not directly(xs):
+        if torch.compiler.is_dynamo_compiling() or not can_skip_dispatcher(xs):
             sources = [as_matrix(xs[i]) for i in self.request.amax_of]
             found = iter(quantize.amax(sources, self.request.amax_formats, self.request.amax_dims))
         else:
@@ -197,7 +197,7 @@ class Casts:
         return [tuple([next(found) if needed else None for needed in wanted]) for wanted in self._needs_amax]
 
     def _work(self, key: tuple[bool, Any]) -> Work:
-        """What is asked of kernels or of the reference: the amaxes alone, or casts with those that are not known."""
+        """Prepares kernels or the reference: for the amaxes alone, or for casts with those that are not known."""
         on_gpu, known = key
         request = self.request
         if known == "amaxes":
@@ -223,7 +223,7 @@ class Casts:
     def _given(
         self, amaxes: Sequence[Amaxes | None] | None, scales: Sequence[Tensor | None] | None
     ) -> list[Tensor | None]:
-        """The amax or scale of each cast, None if it is still to be found."""
+        """Lists the amax or scale of each cast, None if it is still to be found."""
         given: list[Tensor | None] = []
         for i, place, takes_scale in self._sources:
             levels = None if amaxes is None else amaxes[i]
@@ -243,7 +243,7 @@ class Casts:
         return given
 
     def _drawn(self, xs: Sequence[Tensor], rngs: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """The seed of each cast; one for both orientations of a tensor, which draw different bits from it."""
+        """Draws the seed of each cast; one for both orientations of a tensor, which draw different bits from it."""
         seeds: list[Tensor | None] = [None] * len(xs) if rngs is None else list(rngs)
         drawn: list[Tensor | None] = [None] * len(self._sources)
         for cast in self._stochastic:
@@ -254,7 +254,7 @@ class Casts:
         return drawn
 
     def _by_one_operation(self, matrices: Sequence[Tensor], drawn: Sequence[Tensor | None]) -> list[Quantized]:
-        """Both phases at once in compiled code, where the dispatcher costs more than a phase."""
+        """Runs both phases at once in compiled code, where the dispatcher costs more than a phase."""
         made = quantize.amax_and_cast(matrices, drawn, *self.request)
         read, count = self._read, len(self._read)
         levels = [made[read.index(own)] if own in read else None for own in self.request.own_level]
@@ -268,7 +268,7 @@ class Casts:
         scales: Sequence[Tensor | None] | None,
         noop_flag: Tensor | None,
     ) -> list[Quantized]:
-        """The same where a compiler, autograd or a dispatch mode sees each operation."""
+        """Quantizes ``xs`` where a compiler, autograd or a dispatch mode sees each operation."""
         matrices = [as_matrix(x) for x in xs]
         both = amaxes is None and noop_flag is None and not self.takes_scales
         if both and self.request.amax_of and self._sources and torch.compiler.is_dynamo_compiling():
@@ -288,7 +288,7 @@ class Casts:
         return self._operands(matrices, made[0::3], made[1::3], made[2::3], given)
 
     def _operands(self, matrices: Sequence[Tensor], *made: Sequence[Tensor | None]) -> list[Quantized]:
-        """``made``: of each cast codes, scales, the measured amax and the given one."""
+        """Makes operands; ``made``: of each cast codes, scales, the measured amax and the given one."""
         outputs: Iterator[Any] = iter(list(zip(*made, strict=True)))
         return [
             each.operands(outputs, (x.shape[0], x.shape[1]), x.dtype, x)
@@ -297,7 +297,7 @@ class Casts:
 
 
 def check_scale(scale: Tensor) -> None:
-    """Raises a ValueError where a delayed scale that a user gives is none; it is read where that waits for nothing."""
+    """Checks a delayed scale that a user gives; it is read where that waits for nothing."""
     if torch.compiler.is_compiling():
         return
     known = scale.device.type == "cpu" and type(scale) is Tensor and not torch._C._len_torch_dispatch_stack()

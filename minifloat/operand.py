@@ -1,4 +1,4 @@
-"""A quantized value as the GEMMs take it: codes and scales of one orientation, or of both."""
+"""Operands of GEMMs: codes and scales of one orientation of a quantized matrix, or of both."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Operand(NamedTuple):
     dtype: torch.dtype
 
     def serves(self, dim: int) -> bool:
-        """A GEMM may contract it along ``dim``."""
+        """Whether a GEMM may contract it along ``dim``."""
         return self.dim == dim or self.format.symmetric
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The [M, K] values it stands for, computed in fp32 and rounded once to ``dtype`` (default: its own)."""
+        """Computes the [M, K] values in fp32, rounded once to ``dtype`` (default: its own)."""
         dtype = dtype or self.dtype
         if self.scale_inv is None:
             return self.codes.to(dtype)
@@ -55,7 +55,7 @@ class Operand(NamedTuple):
         )
 
     def scale_values(self) -> Tensor | None:
-        """What codes are multiplied by, fp32 in the shape of ``scale_inv``, decoded where that is bytes; None without.
+        """Returns what codes are multiplied by, fp32 in the shape of ``scale_inv``, decoded from bytes; None without.
 
         NVFP4's include the second level.
         """
@@ -81,7 +81,7 @@ class Quantized(NamedTuple):
     columnwise: Operand | None
 
     def along(self, dim: int) -> Operand:
-        """The operand that a GEMM may contract along ``dim``.
+        """Returns the operand that a GEMM may contract along ``dim``.
 
         Raises:
             ValueError: there is none; with a square matrix the wrong one would go unnoticed.
@@ -103,5 +103,5 @@ class Quantized(NamedTuple):
         return operand
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values, from the rowwise operand where there is one."""
+        """Computes the values, from the rowwise operand where there is one."""
         return self.any.dequantize(dtype)

@@ -1,4 +1,4 @@
-"""How a tensor is quantized, as an immutable value: which format for which orientation, and which are wanted.
+"""Quantizers, immutable values: which format for which orientation, and which of these are wanted.
 
 Quantizing has phases, each over many tensors at a time: :func:`find_amaxes`, then whatever agreement between ranks the
 caller wants, then :func:`cast_all`. A quantizer knows no process group, holds no tensor and is never changed, so one
@@ -17,7 +17,7 @@ from torch import Tensor
 from minifloat import backends
 from minifloat.arguments import checked
 from minifloat.casts import Amaxes as Amaxes
-from minifloat.casts import Arrangement, Casts, Wanted, check_scale
+from minifloat.casts import Casts, OperandLayout, TensorCasts, check_scale
 from minifloat.casts import Layouts as Layouts
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
@@ -63,20 +63,20 @@ class Quantizer:
         columnwise_quantizer: Quantizer,
         columnwise_source: Literal["original", "rowwise_dequantized"] = "original",
     ) -> Quantizer:
-        """Rowwise operands of one quantizer, columnwise ones of another."""
+        """Takes rowwise operands of one quantizer, columnwise ones of another."""
         column_format = columnwise_quantizer.format(COLUMNWISE)
         return cls(rowwise_quantizer.row_format, column_format, columnwise_source=columnwise_source)
 
     def format(self, dim: int) -> Format:
-        """The format that a GEMM contracting ``dim`` meets."""
+        """Returns the format that a GEMM contracting ``dim`` meets."""
         return self.row_format if dim == ROWWISE or self.column_format is None else self.column_format
 
     def same_formats(self, other: Quantizer) -> bool:
-        """They differ in nothing but the orientations that are wanted."""
+        """Whether they differ in nothing but the orientations that are wanted."""
         return self.with_usage(rowwise=True, columnwise=True) == other.with_usage(rowwise=True, columnwise=True)
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
-        """The same formats for other orientations; None keeps what is."""
+        """Returns the same formats for other orientations; None keeps what is."""
         rowwise = self.rowwise if rowwise is None else rowwise
         columnwise = self.columnwise if columnwise is None else columnwise
         if rowwise == self.rowwise and columnwise == self.columnwise:
@@ -97,17 +97,17 @@ class Quantizer:
 
     @property
     def quantized(self) -> bool:
-        """Some orientation is quantized."""
+        """Whether some orientation is quantized."""
         return self.row_format.quantized or self.format(COLUMNWISE).quantized
 
     @property
     def chained(self) -> bool:
-        """The columnwise operand is cast from the rowwise one, in a second step."""
+        """Whether the columnwise operand is cast from the rowwise one, in a second step."""
         return self.columnwise and self.columnwise_source == "rowwise_dequantized" and self.row_format.quantized
 
     @property
     def casts(self) -> Layouts:
-        """The casts that give the wanted orientations, (format, dim) each; one serves both if the format is symmetric.
+        """Casts that give the wanted orientations, (format, dim) each; one serves both if the format is symmetric.
 
         A symmetric format is always cast rowwise: one layout, whichever orientation asked for it.
         """
@@ -118,7 +118,7 @@ class Quantizer:
         return tuple(wanted)
 
     def layouts(self, gemm_ready_on: str) -> Layouts:
-        """The casts to make for the GEMMs of a type of device; for ``""`` no GEMM in particular, :attr:`casts`.
+        """Lists the casts for the GEMMs of a type of device; for ``""`` no GEMM in particular, :attr:`casts`.
 
         Those that read codes with the contracted dim consecutive need both memory orders, symmetric format or not.
         """
@@ -128,18 +128,18 @@ class Quantizer:
         wanted = [ROWWISE] * self.rowwise + [COLUMNWISE] * self.columnwise
         return tuple((casts[0][0], dim) for dim in wanted)
 
-    def arrangement(self, layouts: Layouts) -> Arrangement:
-        """How casts in ``layouts``, as :attr:`casts` or :meth:`layouts` gives them, become the wanted operands."""
+    def operand_layout(self, layouts: Layouts) -> OperandLayout:
+        """Says how casts in ``layouts``, as :attr:`casts` or :meth:`layouts` gives them, become the wanted operands."""
         if len(layouts) == 2:
-            return Arrangement(layouts, 0, 1)
+            return OperandLayout(layouts, 0, 1)
         row = 0 if self.rowwise and layouts else -1
         if self.chained:
-            return Arrangement(layouts, row, -1, Quantizer(self.format(COLUMNWISE), rowwise=False).cast)
+            return OperandLayout(layouts, row, -1, Quantizer(self.format(COLUMNWISE), rowwise=False).cast)
         serves_columns = self.columnwise and len(layouts) == 1 and (row < 0 or layouts[0][0].symmetric)
-        return Arrangement(layouts, row, 0 if serves_columns else -1)
+        return OperandLayout(layouts, row, 0 if serves_columns else -1)
 
     def amax(self, x: Tensor) -> Amaxes:
-        """What ranks that share ``x`` agree on before its cast: one entry for each of :attr:`casts`."""
+        """Finds what ranks that share ``x`` agree on before its cast: one entry for each of :attr:`casts`."""
         return find_amaxes([x], [self])[0]
 
     def cast(
@@ -150,7 +150,7 @@ class Quantizer:
 
     @checked
     def __call__(self, x: Tensor) -> Quantized:
-        """Amax and cast at once. A 3-D or higher ``x`` is taken as [M, K] with M the product of its leading dims."""
+        """Finds amaxes and casts. A 3-D or higher ``x`` is taken as [M, K] with M the product of its leading dims."""
         return self.cast(x, self.amax(x))
 
 
@@ -160,16 +160,16 @@ MOST_USAGES = MOST_CASTS = 1024  # recipes, and lists of parameters, that change
 _casts: dict[tuple[tuple[Quantizer, ...], str, tuple[int, ...]], Casts] = {}
 
 
-def casts(quantizers: Sequence[Quantizer], gemm_ready_on: str = "", passing: tuple[int, ...] = ()) -> Casts:
-    """Amax and cast of tensors that have ``quantizers``, prepared; ``gemm_ready_on`` as of :meth:`Quantizer.layouts`.
+def casts(quantizers: Sequence[Quantizer], gemm_ready_on: str = "", emit_bf16: tuple[int, ...] = ()) -> Casts:
+    """Prepares casts of tensors with ``quantizers``; ``gemm_ready_on`` as of :meth:`Quantizer.layouts`.
 
-    What casts the same tensors again and again keeps the result. ``passing``: as of :class:`Casts`.
+    What casts the same tensors again and again keeps the result. ``emit_bf16``: as of :class:`Casts`.
     """
-    key = tuple(quantizers), gemm_ready_on, passing
+    key = tuple(quantizers), gemm_ready_on, emit_bf16
     known = None if torch.compiler.is_compiling() else _casts.get(key)
     if known is None:
-        wanted = [Wanted(each.casts, each.arrangement(each.layouts(gemm_ready_on))) for each in quantizers]
-        known = Casts(wanted, gemm_ready_on == "cuda", passing)
+        wanted = [TensorCasts(each.casts, each.operand_layout(each.layouts(gemm_ready_on))) for each in quantizers]
+        known = Casts(wanted, gemm_ready_on == "cuda", emit_bf16)
         if not torch.compiler.is_compiling():
             if len(_casts) >= MOST_CASTS:
                 _casts.clear()
@@ -183,7 +183,7 @@ def _check_lengths(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> Non
 
 
 def find_amaxes(xs: Sequence[Tensor], quantizers: Sequence[Quantizer]) -> list[Amaxes]:
-    """The amaxes of many tensors in one launch.
+    """Finds the amaxes of many tensors in one launch.
 
     Args:
         xs: [..., K] each, bf16, fp16 or fp32.
@@ -238,5 +238,5 @@ def cast_all(
 
 
 def are_scales(values: Tensor) -> bool:
-    """All are floating point, above 0 and finite in fp32; waits for the device."""
+    """Whether all are floating point, above 0 and finite in fp32; waits for the device."""
     return values.is_floating_point() and bool(((single := values.float()) > 0).logical_and(single.isfinite()).all())

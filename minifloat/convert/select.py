@@ -294,10 +294,10 @@ class ConversionReport:
             f"converted {len(self.converted)} of {linears} linear layers, "
             f"with {100 * self.fraction:.1f} % of the model's parameters"
         ]
-        lines += _table((_place(layer.names), _size(layer), _recipe_name(layer)) for layer in self.converted)
+        lines += _table((_pattern(layer.names), _size(layer), _recipe_name(layer)) for layer in self.converted)
         if self.left_alone:
             lines.append("left alone")
-            lines += _table((_place(layer.names), _size(layer), layer.reason) for layer in self.left_alone)
+            lines += _table((_pattern(layer.names), _size(layer), layer.reason) for layer in self.left_alone)
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
@@ -313,7 +313,7 @@ def _size(layer: Converted | LeftAlone) -> str:
     return " x ".join(str(size) for size in (layer.num_experts, *layer.shape) if size is not None)
 
 
-def _place(names: tuple[str, ...]) -> str:
+def _pattern(names: tuple[str, ...]) -> str:
     """The names, with ``*`` for the numbers of blocks."""
     shown = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
     return ", ".join(name or "(the model itself)" for name in shown)

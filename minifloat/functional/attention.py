@@ -34,7 +34,7 @@ EVERYTHING, CAUSAL = Band(), Band(None, 0)
 _UNLIMITED = 2**30
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Of each token the sequence that it belongs to, and its position there: int [B, S].
 
     A token in a sequence of its own, such as -1 of queries and -2 of keys, neither attends nor is attended to.
@@ -59,8 +59,8 @@ class Mask:
 
     band: Band = EVERYTHING
     diagonal: int = 0
-    query: Places | None = None
-    key: Places | None = None
+    query: TokenPlaces | None = None
+    key: TokenPlaces | None = None
     kept: Tensor | None = None
     bias: Tensor | None = None
 
@@ -124,7 +124,7 @@ def simplified(band: Band, diagonal: int, queries: int, keys: int) -> Band:
 
 def packed_places(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, queries: int, keys: int, bottom_right: bool
-) -> tuple[Places, Places]:
+) -> tuple[TokenPlaces, TokenPlaces]:
     """Places of packed sequences, [1, tokens], from where each starts, int [b + 1]."""
     sequence_q, sequence_kv = sequence_ids(cu_seqlens_q, queries), sequence_ids(cu_seqlens_kv, keys)
     position_q, position_kv = positions(cu_seqlens_q, queries), positions(cu_seqlens_kv, keys)
@@ -134,17 +134,17 @@ def packed_places(
         position_q = position_q + torch.cat((diagonal, diagonal.new_zeros(1)))[sequence_q]
     sequence_q = sequence_q.where(sequence_q < sequences, -1)
     sequence_kv = sequence_kv.where(sequence_kv < sequences, -2)
-    return Places(sequence_q[None], position_q[None]), Places(sequence_kv[None], position_kv[None])
+    return TokenPlaces(sequence_q[None], position_q[None]), TokenPlaces(sequence_kv[None], position_kv[None])
 
 
-def padded_places(valid_q: Tensor, valid_kv: Tensor, bottom_right: bool) -> tuple[Places, Places]:
+def padded_places(valid_q: Tensor, valid_kv: Tensor, bottom_right: bool) -> tuple[TokenPlaces, TokenPlaces]:
     """Places of sequences padded to one length, from bool [B, S] and [B, T], False where there is padding."""
     position_q = torch.arange(valid_q.shape[1], device=valid_q.device).expand(valid_q.shape)
     position_kv = torch.arange(valid_kv.shape[1], device=valid_kv.device).expand(valid_kv.shape)
     if bottom_right:
         position_q = position_q + (valid_kv.sum(1) - valid_q.sum(1))[:, None]
     none = torch.zeros_like(position_q), torch.zeros_like(position_kv)
-    return Places(none[0].where(valid_q, -1), position_q), Places(none[1].where(valid_kv, -2), position_kv)
+    return TokenPlaces(none[0].where(valid_q, -1), position_q), TokenPlaces(none[1].where(valid_kv, -2), position_kv)
 
 
 # ---- sequences of different lengths, packed one behind the other along one dim of tokens ----

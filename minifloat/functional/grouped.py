@@ -150,15 +150,15 @@ class GroupedCasts:
     def __init__(self, quantizer: Quantizer, kind: str, gemm_ready_on: str) -> None:
         prepared = casts([quantizer], gemm_ready_on)
         self.kind, self.request = kind, prepared.request
-        self.arrangement = prepared.wanted[0].arrangement
+        self.operand_layout = prepared.wanted[0].operand_layout
         self.second = None
         if quantizer.chained:
             column = Quantizer(quantizer.format(COLUMNWISE), rowwise=False)
             self.second = GroupedCasts(column, kind, gemm_ready_on)
-        self.formats = [fmt for fmt, _ in self.arrangement.layouts if fmt.quantized]
+        self.formats = [fmt for fmt, _ in self.operand_layout.layouts if fmt.quantized]
         self.specs = self.request.formats, self.request.dims, self.request.k_major
         self.one_amax = measures_amax(quantizer)
-        each = [fmt for fmt, _ in self.arrangement.layouts]
+        each = [fmt for fmt, _ in self.operand_layout.layouts]
         formats, first = set(each), each[0] if each else IDENTITY
         _, dims, orders = self.specs
         columns = [order for dim, order in zip(dims, orders, strict=True) if dim == COLUMNWISE]
@@ -231,8 +231,8 @@ class GroupedCasts:
         ``x``: the matrix [M, K], or one of its shape and dtype where all orientations are quantized.
         """
         outputs = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
-        operands: list[Any] = [self._operand(x, offsets, fmt, dim, outputs) for fmt, dim in self.arrangement.layouts]
-        row, column = (operands[i] if i >= 0 else None for i in (self.arrangement.row, self.arrangement.column))
+        operands: list[Any] = [self._operand(x, offsets, fmt, dim, outputs) for fmt, dim in self.operand_layout.layouts]
+        row, column = (operands[i] if i >= 0 else None for i in (self.operand_layout.row, self.operand_layout.column))
         if self.second is not None:
             column = self.second(operands[0].dequantize(), offsets).columnwise
         if delayed_call is not None:

@@ -162,7 +162,7 @@ Gatherers = tuple[Group, ShardMap | None]
 
 Cast = tuple[torch.dtype, Quantizer, tuple[int, ...], Gatherers | None]
 """How an input is cast: to which dtype first, the quantizer, the dims along which it gives values
-(``Spec.passing``), and who gathers it, if ranks do: then the operands are this rank's part."""
+(``Spec.emit_bf16``), and who gathers it, if ranks do: then the operands are this rank's part."""
 
 
 class _Latest(NamedTuple):

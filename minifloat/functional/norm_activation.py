@@ -113,8 +113,8 @@ class OutputCast:
         for _, dim in self.layouts:
             codes, scales = (row_codes, row_scales) if dim == ROWWISE else (column_codes, column_scales)
             each.append((codes, scales, None, None) if self.scale is None else (codes, row_scales, amax, self.scale))
-        arrangement, matrix = self.quantizer.arrangement(self.layouts), (self.matrix.shape[0], shape[-1])
-        quantized = arrangement.operands(iter(each), matrix, self.x.dtype)
+        operand_layout, matrix = self.quantizer.operand_layout(self.layouts), (self.matrix.shape[0], shape[-1])
+        quantized = operand_layout.operands(iter(each), matrix, self.x.dtype)
         return FusedOutput(None, self.x.dtype, quantized=quantized, **others)
 
 

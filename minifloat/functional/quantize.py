@@ -21,15 +21,15 @@ class RoleCasts:
     """Casts the tensors that a layer knows as ``kinds`` (``"input"``, ``"weight"``, ...), for its GEMMs on a device.
 
     A delayed scale is read from the layer's history (that of the input may be given), and the amax that the cast
-    measured is recorded there. A spec keeps some of these: what their casts launch is recorded in them. ``passing``: as
-    of :class:`~minifloat.casts.Casts`, in eager code.
+    measured is recorded there. A spec keeps some of these: what their casts launch is recorded in them. ``emit_bf16``:
+    see :class:`~minifloat.casts.Casts`, in eager code.
     """
 
     def __init__(
-        self, quantizers: Sequence[Quantizer], kinds: Sequence[str], gemm_ready_on: str, passing: tuple[int, ...] = ()
+        self, quantizers: Sequence[Quantizer], kinds: Sequence[str], gemm_ready_on: str, emit_bf16: tuple[int, ...] = ()
     ) -> None:
         self.quantizers, self.kinds, self.gemm_ready = quantizers, kinds, gemm_ready_on != ""
-        self.casts = None if torch.compiler.is_compiling() else casts(quantizers, gemm_ready_on, passing)
+        self.casts = None if torch.compiler.is_compiling() else casts(quantizers, gemm_ready_on, emit_bf16)
 
     def __call__(
         self,

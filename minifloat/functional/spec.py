@@ -47,7 +47,7 @@ class Spec:
         again: casts that value, for wgrad; None: it is read as it was saved.
         shares_x: the operands of X serve siblings: they are the same, and do not live as long as the graph.
         recompute_x: as of the options, where that may be.
-        passing: dims along which X and W are cast for an emulated product alone, and may be values in lieu of codes.
+        emit_bf16: dims along which X and W are cast for an emulated product alone, and may be values in lieu of codes.
         casts: prepared; what they launch is recorded in them.
         eager: no compiler traces it.
         multiply, multiply_rows: the GEMM, and that of fprop.
@@ -66,7 +66,7 @@ class Spec:
     again: Quantizer | None
     shares_x: bool
     recompute_x: bool
-    passing: tuple[int, ...]
+    emit_bf16: tuple[int, ...]
     casts: LinearCasts
     eager: bool
     multiply: Callable[..., Tensor]
@@ -92,7 +92,7 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
     elif override == "high_precision" or (saves_value and override is None):
         saves_x = "values"
     recasts = saves_value and override is None and config.input.format(COLUMNWISE).quantized
-    device, (passing, dy_passing) = options.device, _passing(config, options)
+    device, (emit_bf16, dy_emit_bf16) = options.device, _bf16_dims(config, options)
     eager = not torch.compiler.is_compiling()
     multiply = gemm.multiply_eager if eager else gemm.multiply
     return Spec(
@@ -109,12 +109,12 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
         again=config.input.with_usage(rowwise=False) if recasts else None,
         shares_x=not saves_value and is_shared(x),
         recompute_x=recompute_x,
-        passing=passing,
+        emit_bf16=emit_bf16,
         casts=LinearCasts(
-            RoleCasts((x, w), ("input", "weight"), device, passing),
-            RoleCasts((x,), ("input",), device, passing),
-            RoleCasts((w,), ("weight",), device, passing),
-            RoleCasts((dy,), ("grad_output",), device, dy_passing),
+            RoleCasts((x, w), ("input", "weight"), device, emit_bf16),
+            RoleCasts((x,), ("input",), device, emit_bf16),
+            RoleCasts((w,), ("weight",), device, emit_bf16),
+            RoleCasts((dy,), ("grad_output",), device, dy_emit_bf16),
         ),
         eager=eager,
         multiply=multiply,
@@ -128,8 +128,8 @@ def is_shared(quantizer: Quantizer) -> bool:
     return quantizer.quantized and all(f.scale_rule != "given" and f.rounding != "stochastic" for f in formats)
 
 
-def _passing(config: LinearConfig, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Finds ``Spec.passing``, and the same of dY: operands that are neither saved nor gathered."""
+def _bf16_dims(config: LinearConfig, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Finds ``Spec.emit_bf16``, and the same of dY: operands that are neither saved nor gathered."""
     sharded = options.ranks is not None or options.gathers_weight
     if options.device != "cuda" or config.backward_override is not None or sharded or torch.compiler.is_compiling():
         return (), ()

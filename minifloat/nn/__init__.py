@@ -3,10 +3,9 @@
 from minifloat.nn.attention import DotProductAttention, RotaryPositionEmbedding
 from minifloat.nn.cast_model_weights import cast_weights
 from minifloat.nn.embedding import EtpEmbedding, VocabParallelEmbedding
+from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.grouped_mlp import GroupedMLP
-from minifloat.nn.layernorm_linear import LayerNormLinear
-from minifloat.nn.layernorm_mlp import LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import prepare
 from minifloat.nn.moe import MoE, router_losses

@@ -14,7 +14,7 @@ from minifloat.functional.attention import (
     Backend,
     Band,
     Mask,
-    Places,
+    TokenPlaces,
     attention,
     check_cu_seqlens,
     choose_backend,
@@ -243,7 +243,7 @@ class DotProductAttention(nn.Module):
         apart = self.qkv_format == "thd" or "padding" in self.attn_mask_type
         mask = Mask(
             band,
-            query=Places(nowhere, nowhere) if apart else None,
+            query=TokenPlaces(nowhere, nowhere) if apart else None,
             kept=nowhere if self.attn_mask_type == "arbitrary" else None,
         )
         dropout = self.training and self.attention_dropout > 0
@@ -278,7 +278,7 @@ class DotProductAttention(nn.Module):
         mask: Tensor | tuple[Tensor, Tensor] | None,
         starts: tuple[Tensor | None, Tensor | None],
         bottom_right: bool,
-    ) -> tuple[Places, Places] | tuple[None, None]:
+    ) -> tuple[TokenPlaces, TokenPlaces] | tuple[None, None]:
         """Finds the sequence and position of each token, of packed or padded sequences."""
         if self.qkv_format == "thd":
             self._check_unused("attention_mask", mask)

@@ -186,7 +186,7 @@ class Linear(LinearState, nn.Linear):
         if ranks is None and isinstance(x, QuantizedTensor):
             given.x = reuse(x, spec.x) if spec.eager else traced.reuse(x, spec.x)
         shares = spec.eager and spec.shares_x and given.x is None
-        cast = dtype, spec.x, spec.passing, ranks
+        cast = dtype, spec.x, spec.emit_bf16, ranks
         if shares:
             given.x, given.shares_x = find_operands(source, cast, self), True
         run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply

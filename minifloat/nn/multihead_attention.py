@@ -16,7 +16,7 @@ from minifloat.functional.linear_config import Mode
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
 from minifloat.nn import parts
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
-from minifloat.nn.layernorm_linear import LayerNormLinear
+from minifloat.nn.fused_layers import LayerNormLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.options import DenseOptions, InitMethod, TensorParallelOptions, check_tensor, chosen, place
 from minifloat.nn.tensor_parallel import tensor_parallel

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minifloat.arguments import Count, Fraction, NonNegativeFloat, PositiveFloat, Probability, Size, checked
 from minifloat.comm.group import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
-from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.fused_layers import LayerNormMLP
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.options import DenseOptions, InitMethod, check_tensor, place

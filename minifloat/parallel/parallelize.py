@@ -20,8 +20,7 @@ from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.exchange import Local, in_mode, make_exchange
 from minifloat.functional.linear_config import Mode
 from minifloat.nn.embedding import VocabParallelEmbedding
-from minifloat.nn.layernorm_linear import LayerNormLinear
-from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.nn.multihead_attention import MultiheadAttention, check_parallel

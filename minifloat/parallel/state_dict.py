@@ -33,8 +33,7 @@ from minifloat.arguments import checked
 from minifloat.comm.group import Group
 from minifloat.comm.pytorch import placed
 from minifloat.functional.exchange import Local
-from minifloat.nn.layernorm_linear import LayerNormLinear
-from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.tensor_parallel import etp_weights

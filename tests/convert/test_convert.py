@@ -22,7 +22,7 @@ from minifloat import Linear, QuantizerRole
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.delayed import AmaxHistory
 from minifloat.functional import count_gemms
-from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.fused_layers import LayerNormMLP
 from minifloat.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, named
 from tests.helpers.convert_model import IDS, INSIDE, Block, Model, assert_same_step, everything, small_too, step
 from tests.helpers.count_casts import CountCasts

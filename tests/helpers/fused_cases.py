@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifloat.nn.layernorm_linear import LayerNormLinear
-from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.recipe import Recipe
 from tests.helpers.fused_model import Model, assert_same, fill, run
 from tests.helpers.recipes import batch_scales

@@ -23,8 +23,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import gemm
 from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
 from minifloat.functional.norm_activation import Activation, Norm
-from minifloat.nn.layernorm_linear import LayerNormLinear
-from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.operand import Quantized
 from minifloat.ops.activation import activation_backward, activation_forward

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from minifloat.autocast import autocast
 from minifloat.functional import fused_layers as mlp_functions
 from minifloat.functional.norm_activation import activate
-from minifloat.nn.layernorm_linear import LayerNormLinear
-from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import prepare
 from minifloat.nn.quantized_parameters import quantized_model_init

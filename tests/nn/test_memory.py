@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifloat.nn.layernorm_linear import LayerNormLinear
-from minifloat.nn.layernorm_mlp import LayerNormMLP
+from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.transformer_layer import TransformerLayer

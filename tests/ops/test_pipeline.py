@@ -69,7 +69,7 @@ def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("the compiled kernels are tested here, not the interpreted ones")
     prepare = quantizer.casts
     monkeypatch.setattr(quantizer, "casts", lambda quantizers, on="": prepare(quantizers, on and "cuda"))
-    monkeypatch.setattr(casts, "directly", lambda xs: not torch.is_grad_enabled())
+    monkeypatch.setattr(casts, "can_skip_dispatcher", lambda xs: not torch.is_grad_enabled())
     monkeypatch.setattr(casts, "Work", pipeline.Recorded)
     replay_on_cpu(monkeypatch)
 
@@ -93,7 +93,7 @@ def by_reference(
 ) -> list[Quantized]:
     """By the definitions in plain PyTorch: nothing is recorded or replayed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casts, "directly", lambda xs: False)
+        patch.setattr(casts, "can_skip_dispatcher", lambda xs: False)
         patch.setattr(quantize, "amax", quantize.amax.reference)
         patch.setattr(quantize, "cast", quantize.cast.reference)
         patch.setattr(quantize, "amax_and_cast", quantize.amax_and_cast.reference)

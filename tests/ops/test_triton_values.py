@@ -43,7 +43,7 @@ def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     if torch.cuda.is_available():
         pytest.skip("the compiled kernels are tested here, not the interpreted ones")
-    monkeypatch.setattr(casts, "directly", lambda xs: True)
+    monkeypatch.setattr(casts, "can_skip_dispatcher", lambda xs: True)
     replay_on_cpu(monkeypatch)
 
 
