@@ -13,8 +13,9 @@ Keys are those of ``state_dict()``. Only a parameter that is made of several, ea
 and value of ``fuse_qkv_params``; gate and up of a gated MLP), has an entry for each of these, as in
 ``qkv.weight.query``, since no DTensor could say how it is cut. Unsharded models have the same keys.
 
-Nor could a DTensor say which rows of a weight a rank has under extended tensor parallelism (``etp_group``): these are
-:class:`SavedShard`.
+Nor could a DTensor say which rows of a tensor-parallel piece a rank has under extended tensor parallelism
+(``etp_group``) or :func:`~minifloat.distributed.fully_shard`: these are :class:`SavedShard`, a rectangle of the whole.
+So what one of them saves the others load, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from minifloat.arguments import checked
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import placed
+from minifloat.comm.pytorch import own_rows, placed, sharded_like
 from minifloat.functional.exchange import Local
 from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
@@ -42,29 +44,32 @@ from minifloat.tensor.rows import saved_chunk, write_item
 
 
 class Entry(NamedTuple):
-    """Rows of a tensor that are an entry of their own, or all of it.
+    """A rectangle of a whole tensor: what a rank has of it, all or some rows of one of its tensors.
 
     Args:
         key: in the state dict.
-        rows: which rows of this rank's tensor; None: it is all one.
-        dim: what tensor-parallel ranks have pieces along; None: each has the whole.
-        extent: of the whole along ``dim``.
-        etp: of a weight with ``etp_group`` how many rows the tensor-parallel piece has, and which of them are ``rows``.
+        rows: which rows of this rank's tensor; None: all.
+        offsets, sizes: where the rectangle begins in the whole, and how large it is.
+        shape: of the whole.
+        dim: what tensor-parallel ranks have pieces along; None: each has all.
+        shared: ranks share out rows of such a piece, under ``etp_group`` or FSDP2.
     """
 
     key: str
     rows: slice | None = None
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
     dim: int | None = None
-    extent: int = 0
-    etp: tuple[int, slice] | None = None
+    shared: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
         """This entry's part of a rank's tensor, in its memory."""
         return tensor if self.rows is None else tensor[self.rows]
 
-    def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The same of a shape."""
-        return tuple(shape) if self.rows is None else (self.rows.stop - self.rows.start, *shape[1:])
+
+Share = tuple[int, int, slice]
+"""A dim of a tensor-parallel piece, its length there, and the range of it that this rank has."""
 
 
 class Layout:
@@ -73,99 +78,107 @@ class Layout:
     def __init__(self, model: nn.Module) -> None:
         self.group = _tensor_parallel_group(model)
         self.fused = _fused_parameters(model)
-        self.etp = _etp_extents(model)
+        self.shares = _etp_shares(model)
         self._meshes: dict[str, DeviceMesh] = {}
 
     def of(self, key: str, tensor: Tensor) -> list[Entry]:
         """The entries of a parameter or buffer, which says itself how it is cut."""
-        if isinstance(tensor, DTensor):
-            raise ValueError(f"sharded_state_dict: {key} is a DTensor; use it on a model without fully_shard")
         sharded = getattr(tensor, "tensor_model_parallel", False)
         dim: int | None = tensor.partition_dim if sharded else None  # type: ignore[attr-defined]
         size, lengths = (self.group.size, tensor.partition_parts) if sharded else (1, (0,))  # type: ignore[attr-defined]
-        rows, extent = self.fused.get(key), self.etp.get(tensor)
-        if rows is None and len(lengths) == 1:
-            return [Entry(key, None, dim, lengths[0], extent)]
-        rows = rows or {str(i): length // size for i, length in enumerate(lengths)}
-        ends = accumulate(rows.values())
-        return [
-            _fused_entry(f"{key}.{name}", slice(end - length, end), dim, length * size, extent)
-            for end, (name, length) in zip(ends, rows.items(), strict=True)
-        ]
+        share = _fsdp_share(key, tensor) if isinstance(tensor, DTensor) else self.shares.get(tensor)
+        own, parts = tuple(own_rows(tensor).shape), self.fused.get(key)
+        if parts is None and len(lengths) == 1:
+            return [self._entry(key, None, own, dim, lengths[0], share)]
+        parts = parts or {str(i): length // size for i, length in enumerate(lengths)}
+        entries = []
+        for (name, length), end in zip(parts.items(), accumulate(parts.values()), strict=True):
+            rows, part = slice(end - length, end), None
+            if share is not None:  # the rows of this part that the rank has, counted in its tensor and in the part
+                held = share[2]
+                first, last = (min(max(row, rows.start), rows.stop) for row in (held.start, held.stop))
+                part = 0, length, slice(first - rows.start, last - rows.start)
+                rows = slice(first - held.start, last - held.start) if last > first else slice(0, 0)
+            sizes = rows.stop - rows.start, *own[1:]
+            entries.append(self._entry(f"{key}.{name}", rows, sizes, dim, length * size, part))
+        return entries
+
+    def _entry(
+        self, key: str, rows: slice | None, sizes: tuple[int, ...], dim: int | None, extent: int, share: Share | None
+    ) -> Entry:
+        """The rectangle of a rank's ``share`` of its tensor-parallel piece along ``dim``, ``extent`` in the whole."""
+        offsets, shape = [0] * len(sizes), list(sizes)
+        if share is not None:
+            shape[share[0]], offsets[share[0]] = share[1], share[2].start
+        if dim is not None:
+            most = -(-extent // self.group.size)  # the last rank of a vocabulary may have fewer
+            offsets[dim] += min(self.group.rank * most, extent)
+            shape[dim] = extent
+        return Entry(key, rows, tuple(offsets), sizes, tuple(shape), dim, share is not None)
 
     def saved(self, entry: Entry, piece: Tensor) -> Tensor:
         """This rank's piece as what it is a piece of."""
-        if entry.etp is not None:
-            return SavedShard.of(piece, *self._place(entry, piece.shape))
+        if entry.shared:
+            return SavedShard.of(piece, entry.offsets, entry.shape)
         if self.group.size == 1:
             return piece
         device = "cpu" if piece.is_meta else piece.device.type
         if device not in self._meshes:
             self._meshes[device] = DeviceMesh.from_group(self.group.process_group, device)
-        shape = [entry.extent if dim == entry.dim else extent for dim, extent in enumerate(piece.shape)]
-        return placed(piece, self._meshes[device], [Replicate() if entry.dim is None else Shard(entry.dim)], shape)
+        placements = [Replicate() if entry.dim is None else Shard(entry.dim)]
+        return placed(piece, self._meshes[device], placements, piece.shape if entry.dim is None else entry.shape)
 
-    def _place(self, entry: Entry, own: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the offsets of rows with ``etp_group`` of shape ``own``, and the shape of the whole."""
-        assert entry.etp is not None
-        offsets, shape = [0] * len(own), list(own)
-        shape[-2], offsets[-2] = entry.etp[0], entry.etp[1].start
-        if entry.dim is not None:
-            most = -(-entry.extent // self.group.size)  # the last rank of a vocabulary may have fewer
-            offsets[entry.dim] += min(self.group.rank * most, entry.extent)
-            shape[entry.dim] = entry.extent
-        return tuple(offsets), tuple(shape)
-
-    def local(self, entry: Entry, value: Tensor, shape: Sequence[int]) -> Tensor:
-        """This rank's piece of an entry, from the same shards or from the whole; ``shape``: of this rank's tensor.
+    def local(self, entry: Entry, value: Tensor) -> Tensor:
+        """This rank's piece of an entry, from the same shards or from the whole.
 
         Raises:
-            ValueError: the shards are others, or the whole has another number of rows.
+            ValueError: the shards are others, or the whole has another size.
         """
         if isinstance(value, SavedShard):
-            own = entry.shape_of(shape)
-            if entry.etp is None or (value.offsets, value.shape, value.local.shape) != (*self._place(entry, own), own):
+            if (value.offsets, value.shape, value.local.shape) != (entry.offsets, entry.shape, entry.sizes):
                 raise self._other_shards(entry, str(value))
             return value.local
         if isinstance(value, DTensor):
-            if value.device_mesh.size() != self.group.size or entry.etp is not None:
+            if value.device_mesh.size() != self.group.size or entry.shared:
                 raise self._other_shards(entry, f"sharded over {value.device_mesh.size()} ranks")
             return value.to_local()
-        whole = value if entry.dim is None else value.chunk(self.group.size, entry.dim)[self.group.rank]
-        if entry.etp is None:
-            return whole
-        if whole.ndim < 2 or whole.shape[-2] != entry.etp[0]:
+        if entry.dim is None and not entry.shared:  # perhaps a history of another length
+            return value
+        if value.shape != entry.shape:
             raise ValueError(
-                f"load_sharded_state_dict: {entry.key} is {tuple(value.shape)}; {entry.etp[0]} rows on each "
-                f"tensor-parallel rank are needed, of which this rank takes {entry.etp[1].start} to {entry.etp[1].stop}"
+                f"load_sharded_state_dict: {entry.key} is {tuple(value.shape)} and {entry.shape} is needed, "
+                f"of which this rank takes {entry.sizes} from {entry.offsets} on"
             )
-        return whole[..., entry.etp[1], :]
+        for dim, (offset, length) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
+            value = value.narrow(dim, offset, length)
+        return value
 
     def _other_shards(self, entry: Entry, found: str) -> ValueError:
-        rows = "" if entry.etp is None else f", with rows {entry.etp[1].start} to {entry.etp[1].stop} of etp_group here"
+        own = f", with {entry.sizes} from {entry.offsets} on here" if entry.shared else ""
         return ValueError(
-            f"load_sharded_state_dict: {entry.key} is {found} and the model over {self.group.size}{rows}; load the "
+            f"load_sharded_state_dict: {entry.key} is {found} and the model over {self.group.size}{own}; load the "
             "checkpoint into the model's own sharded_state_dict"
         )
 
 
-def _fused_entry(key: str, part: slice, dim: int | None, extent: int, etp: tuple[int, slice] | None) -> Entry:
-    """The rows ``part`` of a parameter on this rank, before ``etp_group`` shares them out."""
-    if etp is None:
-        return Entry(key, part, dim, extent)
-    own = etp[1]
-    begin, end = (min(max(row, part.start), part.stop) for row in (own.start, own.stop))
-    first = max(begin - own.start, 0) if end > begin else 0
-    rows = slice(first, first + end - begin)
-    return Entry(key, rows, dim, extent, (part.stop - part.start, slice(begin - part.start, end - part.start)))
+def _etp_shares(model: nn.Module) -> dict[Tensor, Share]:
+    """Finds the rows that this rank has of tensor-parallel pieces with ``etp_group``."""
+    return {
+        parameter: (parameter.ndim - 2, *extent)
+        for weight in etp_weights(model)
+        for parameter, extent in zip(weight.rows.parameters(), weight.rows.extents().values(), strict=True)
+    }
 
 
-def _etp_extents(model: nn.Module) -> dict[Tensor, tuple[int, slice]]:
-    """Finds the rows of tensor-parallel pieces with ``etp_group``, and which of them this rank has."""
-    found: dict[Tensor, tuple[int, slice]] = {}
-    for weight in etp_weights(model):
-        found |= zip(weight.rows.parameters(), weight.rows.extents().values(), strict=True)
-    return found
+def _fsdp_share(key: str, sharded: DTensor) -> Share:
+    """The rows that this rank has of a parameter that FSDP2 shards."""
+    sizes, offsets = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+    if sizes[1:] != sharded.shape[1:]:
+        raise ValueError(
+            f"sharded_state_dict: {key} is a DTensor of {sharded.placements}; a model that fully_shard shards by rows "
+            "is needed, or torch.distributed.checkpoint.state_dict.get_model_state_dict"
+        )
+    return 0, sharded.shape[0], slice(offsets[0], offsets[0] + sizes[0])
 
 
 def _tensor_parallel_group(model: nn.Module) -> Group:
@@ -283,15 +296,16 @@ torch.serialization.add_safe_globals([SavedShard])
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """``model.state_dict()`` with DTensors: ``Shard`` for what ranks have pieces of, ``Replicate`` for the rest.
 
-    A weight with ``etp_group`` is a ``SavedShard`` of this rank's rows. They are the memory of the model: what is
+    A weight with ``etp_group``, or a parameter that ``fully_shard`` has sharded, is a ``SavedShard`` of this rank's
+    rows. They are the memory of the model: what is
     loaded into them is loaded into it, but for delayed scaling's histories of another length and for quantized
     parameters, which :func:`load_sharded_state_dict` sees to. Of the latter an entry is a copy: the values that the
     codes stand for, in the parameter's dtype, cast again when they are loaded. Layers have histories from their first
     step or from ``prepare`` on, and a checkpoint's can be loaded from then on. Without a group, plain tensors.
 
     Raises:
-        ValueError: layers are sharded over different groups; a parameter is a DTensor already; ranks do not share the
-            amaxes of delayed scaling, so that there is no one history to save.
+        ValueError: layers are sharded over different groups; a parameter is a DTensor of columns; ranks do not share
+            the amaxes of delayed scaling, so that there is no one history to save.
     """
     _check_histories(model)
     layout = Layout(model)
@@ -300,7 +314,8 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         if not isinstance(value, Tensor):
             state[key] = value
             continue
-        values = (value.dequantize() if isinstance(value, QuantizedTensor) else value).detach()
+        own = own_rows(value)
+        values = (own.dequantize() if isinstance(own, QuantizedTensor) else own).detach()
         state |= {entry.key: layout.saved(entry, entry.of(values)) for entry in layout.of(key, value)}
     return state
 
@@ -333,9 +348,9 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, stric
     layout, left, local = Layout(model), dict(state), {}
     for key, value in model.state_dict(keep_vars=True).items():
         entries = layout.of(key, value) if isinstance(value, Tensor) else []
-        pieces = [layout.local(each, left.pop(each.key), value.shape) for each in entries if each.key in left]
+        pieces = [layout.local(each, left.pop(each.key)) for each in entries if each.key in left]
         if pieces and len(pieces) == len(entries):
-            local[key] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            local[key] = sharded_like(value, pieces[0] if len(pieces) == 1 else torch.cat(pieces), value.shape)
     for key, value in left.items():  # what the model has no place for yet: all ranks have it in full
         local[key] = value.to_local() if isinstance(value, DTensor) else value
     return model.load_state_dict(local, strict)
@@ -371,7 +386,7 @@ def load_sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, st
     layout = Layout(model)
     with torch.no_grad():
         for key, entry, value in _optimizer_tensors(model, optimizer, layout):
-            value.copy_(layout.local(entry, state[key], value.shape))
+            value.copy_(layout.local(entry, state[key]))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update(saved)
 
@@ -389,7 +404,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: Optimizer, layout: Layout) -
                 )
             alike = value.shape == parameter.shape
             for entry in layout.of(key, parameter) if alike else [Entry(key)]:
-                yield f"state.{name}.{entry.key}", entry, entry.of(value)
+                yield f"state.{name}.{entry.key}", entry, entry.of(own_rows(value))
 
 
 def _init_optimizer_state(optimizer: Optimizer) -> None:
@@ -398,7 +413,7 @@ def _init_optimizer_state(optimizer: Optimizer) -> None:
     Raises:
         ValueError: a parameter is quantized: a step would cast it again, and the state is that of master weights.
     """
-    if any(isinstance(p, QuantizedTensor) for group in optimizer.param_groups for p in group["params"]):
+    if any(isinstance(own_rows(p), QuantizedTensor) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "sharded_optimizer_state_dict: the optimizer has quantized parameters; parameters in high precision are "
             "needed"

@@ -281,8 +281,7 @@ def _check_not_tensor_parallel(model: nn.Module) -> None:
         if getattr(parameter, "tensor_model_parallel", False):
             raise ValueError(
                 f"{name} is tensor-parallel, and its FSDP2 ranks together have one tensor-parallel rank's share of it: "
-                "save each share in a folder of its own, dcp.save(state, checkpoint_id=f'{folder}/tp{rank}', "
-                "process_group=...) with the group that fully_shard shards over"
+                "save minifloat.distributed.sharded_state_dict(model), from which any number of ranks loads"
             )
 
 

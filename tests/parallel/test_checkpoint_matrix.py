@@ -1,0 +1,134 @@
+"""One form of a checkpoint: what one way to split a model saves, each of the others loads, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from minifloat import GroupedLinear, LayerNormMLP, Linear, MultiheadAttention, prepare, quantized_model_init
+from minifloat.comm.pytorch import own_rows
+from minifloat.distributed import (
+    fully_shard,
+    load_sharded_optimizer_state_dict,
+    load_sharded_state_dict,
+    sharded_optimizer_state_dict,
+    sharded_state_dict,
+)
+from minifloat.recipe import DelayedScaling
+from minifloat.tensor import QuantizedTensor
+from tests.helpers.distributed_pool import Pools
+from tests.helpers.fused_model import assert_same
+
+HIDDEN = 24
+WAYS = {"none": 1, "tp": 2, "etp": 4, "etp tp": 4, "fsdp": 3, "fsdp tp": 4}
+"""How many ranks each way to split a model takes here; none divides all rows."""
+
+
+def make(seed: int, way: str) -> nn.Sequential:
+    """Fused and gated parts, experts, fewer rows than ranks, a weight that is kept quantized, histories."""
+    torch.manual_seed(seed)
+    ranks: Any = {}
+    mesh: Any = None
+    if way != "none":
+        size, tp = dist.get_world_size(), 2 if "tp" in way.split() else 1
+        mesh = init_device_mesh("cpu", (size // tp, tp), mesh_dim_names=("rows", "tp"))
+        ranks = {"tp_mesh": mesh["tp"]} | ({"etp_group": mesh["rows"]} if "etp" in way else {})
+    fused: Any = ranks | {"set_parallel_mode": True} if ranks else {}
+    own = {key: group for key, group in ranks.items() if key == "etp_group"}
+    with quantized_model_init(recipe="mxfp8"):
+        kept = Linear(32, 70, **own)
+    model = nn.Sequential(
+        MultiheadAttention(HIDDEN, 4, fuse_qkv_params=True, input_layernorm=True, **fused),
+        LayerNormMLP(HIDDEN, 26, activation="swiglu", **fused),
+        Linear(HIDDEN, 3, parallel_mode="row" if ranks else None, **ranks),
+        GroupedLinear(2, 8, 7, **own),
+        kept,
+    )
+    prepare(model[2], DelayedScaling(amax_history_len=2))
+    for buffer in model.buffers():
+        buffer.copy_(torch.rand(buffer.shape))
+    if "fsdp" in way:
+        for layer in model:
+            fully_shard(layer, mesh=mesh["rows"])
+        fully_shard(model, mesh=mesh["rows"])
+    return model
+
+
+def start(seed: int, way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make(seed, way)
+    trained = [p for p in model.parameters() if not isinstance(own_rows(p), QuantizedTensor)]
+    return model, torch.optim.AdamW(trained, lr=0.01 * seed)
+
+
+def trained(seed: int, way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """After a step, with gradients that are the parameters of another model: the same values on any ranks."""
+    (model, optimizer), (other, _) = start(seed, way), start(seed + 1, way)
+    for p, values in zip(model.parameters(), other.parameters(), strict=True):
+        if p in optimizer.state or not isinstance(own_rows(p), QuantizedTensor):
+            p.grad = values.detach().clone()
+    optimizer.step()
+    return model, optimizer
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """This rank's part of all tensors."""
+    state = {
+        f"{name} of {key}": value
+        for key, p in model.named_parameters()
+        for name, value in optimizer.state.get(p, {}).items()
+    }  # fmt: skip
+    local = {key: own_rows(value) for key, value in (model.state_dict() | state).items()}
+    return {key: (v.dequantize() if isinstance(v, QuantizedTensor) else v).detach() for key, v in local.items()}
+
+
+def save(rank: int, size: int, folder: str, way: str) -> None:
+    model, optimizer = trained(1, way)
+    state = {"model": sharded_state_dict(model), "optimizer": sharded_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def load(rank: int, size: int, folder: str, way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, optimizer = start(5, way)
+    state = {"model": sharded_state_dict(model), "optimizer": sharded_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    load_sharded_state_dict(model, state["model"])
+    load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return everything(model, optimizer), everything(*trained(1, way))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in one process
+@pytest.mark.parametrize("loader", WAYS)
+@pytest.mark.parametrize("saver", WAYS)
+def test_saved_by_one_loaded_by_another(worker_pool: Pools, tmp_path: Path, saver: str, loader: str) -> None:
+    folder = str(tmp_path)
+    if saver == "none":
+        save(0, 1, folder, saver)
+    else:
+        worker_pool(WAYS[saver]).run(save, folder, saver)
+    results = [load(0, 1, folder, loader)] if loader == "none" else worker_pool(WAYS[loader]).run(load, folder, loader)
+    for found, wanted in results:
+        assert_same(found, wanted)
+
+
+def whole(rank: int, size: int, way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model, other = make(5, way), make(1, way)
+    load_sharded_state_dict(model, sharded_state_dict(make(1, "none")))
+    key, values = next(iter(sharded_state_dict(make(1, "none")).items()))
+    with pytest.raises(ValueError, match=r"0\.qkv\.norm\.weight is \(25,\) and \(24,\) is needed"):
+        load_sharded_state_dict(model, {key: torch.cat([values, values[:1]])}, strict=False)
+    optimizer = torch.optim.AdamW(model.parameters())  # without state
+    return everything(model, optimizer), everything(other, optimizer)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "fsdp tp"])
+def test_whole_tensors_are_cut(worker_pool: Pools, way: str) -> None:
+    """An unsharded model's state goes straight into one that FSDP2 shards."""
+    for found, wanted in worker_pool(WAYS[way]).run(whole, way):
+        assert_same(found, wanted)
