@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from minifloat.arguments import Device, checked
 from minifloat.comm.collectives import all_reduce_max
-from minifloat.comm.pytorch import sharded_like
+from minifloat.comm.pytorch import own_part, sharded_like
 from minifloat.comm.sharded_cast import gather, is_plain
 from minifloat.formats import COLUMNWISE
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.quantized_parameters import bind_scale
 from minifloat.nn.tensor_parallel import etp_parameters
 from minifloat.operand import Operand
 from minifloat.parallel.fsdp import pytorch
@@ -264,15 +263,9 @@ def load_full_state_dict(
     if from_rank0:
         dist.broadcast_object_list(described, 0)
     local: dict[str, Any] = {}
-    layers = owners(model)
     for key, description in described[0]:
-        value, target = state.get(key), own.get(key)
-        if from_rank0:
-            value = _broadcast_from_rank0(value, description, sent_on)
-        fits = isinstance(value, Tensor) and isinstance(target, DTensor) and value.shape == target.shape
-        path, _, name = key.rpartition(".")
-        layer = layers.get((model.get_submodule(path), name)) if fits else None
-        local[key] = _resharded(layer, value, target) if fits else value  # type: ignore[arg-type]
+        value = _broadcast_from_rank0(state.get(key), description, sent_on) if from_rank0 else state[key]
+        local[key] = _resharded(value, own.get(key))
     model.load_state_dict(local, strict)
 
 
@@ -310,19 +303,17 @@ def _with_reduced_amax(operand: Operand, group: Any) -> Operand:
     return operand._replace(amax=all_reduce_max([operand.amax], group)[0])
 
 
-def _resharded(layer: tuple[LinearState, Any, str] | None, whole: Tensor, target: DTensor) -> Tensor:
-    """A tensor of the model in the way that ``target`` is, the weight of a ``layer`` if it is one."""
+def _resharded(whole: Any, target: Any) -> Any:
+    """A tensor of the model in the way that ``target`` is, if that is sharded and of the same size."""
+    if not isinstance(whole, Tensor) or not isinstance(target, DTensor) or whole.shape != target.shape:
+        return whole
     rows = target._local_tensor
     if isinstance(rows, QuantizedRows) and isinstance(whole, QuantizedTensor) and rows.quantizer == whole.quantizer:
         assert rows.cover.group is not None
-        return sharded_like(target, rows_of(whole, rows.cover.shards, rows.cover.group).to(rows.device), target.shape)
-    values = (whole.dequantize() if isinstance(whole, QuantizedTensor) else whole).to(target.device)
-    if not isinstance(rows, QuantizedRows):
-        return distribute_tensor(values, target.device_mesh, target.placements, src_data_rank=None)
-    if layer is not None:
-        bind_scale(layer[0], layer[2], rows, [values])  # a delayed one: that of these values, unsharded, too
-    shards, rank = rows.cover.shards, rows.cover.rank
-    return sharded_like(target, values[shards.first(rank) : shards.end(rank)], target.shape)
+        own: Tensor = rows_of(whole, rows.cover.shards, rows.cover.group)
+    else:
+        own = own_part(whole.dequantize() if isinstance(whole, QuantizedTensor) else whole, target)
+    return sharded_like(target, own.to(target.device), target.shape)
 
 
 def _broadcast_from_rank0(value: Any, described: Any, device: str) -> Any:
