@@ -122,10 +122,12 @@ def quantize_shards(
     maps: Sequence[ShardMap],
     group: Group,
     scales: Sequence[Tensor | None],
+    dims: Sequence[Collection[int]] | None = None,
 ) -> list[tuple[Quantized, Repeat | None]]:
     """:func:`quantize_shard` of many matrices [rows, K], with one all-reduce for all amaxes and one launch a phase.
 
     Those that are not plain are cast one by one. Each comes with what repeats its cast, if this rank alone may.
+    ``dims``: the orientations of each to cast now, where the others may follow by repetition; None: all.
     """
     made: dict[int, Quantized] = {}
     alone: set[int] = set()
@@ -143,10 +145,14 @@ def quantize_shards(
         casts += own
         sources += [x.contiguous() if unit == 1 else owned_rows(x, unit, shards, group) for unit in units]
     levels = reduce_amaxes(find_amaxes(sources, casts), casts, group, in_place=True)
-    parts = cast_all(sources, casts, levels, scales=[scales[i] for i in places])
-    for i, level, cast in zip(places, levels, parts, strict=True):
+    delayed = {i: scale for i in alone if (scale := scales[i]) is not None}
+    copies = dict(zip(delayed, torch.cat([*delayed.values()]).split(1) if delayed else (), strict=True))
+    for n, i in enumerate(places):
         if i in alone:
-            repeats[i] = Repeat(quantizers[i], level, scales[i])
+            repeats[i] = Repeat(quantizers[i], levels[n], copies.get(i))  # the next update writes the scale itself
+            casts[n], levels[n] = repeats[i].along((ROWWISE, COLUMNWISE) if dims is None else dims[i])
+    parts = cast_all(sources, casts, levels, scales=[scales[i] for i in places])
+    for i, cast in zip(places, parts, strict=True):
         shape = xs[i].shape[0], xs[i].shape[1]
         rowwise = with_shape(cast.rowwise, shape)
         columnwise = rowwise if cast.columnwise is cast.rowwise else with_shape(cast.columnwise, shape)

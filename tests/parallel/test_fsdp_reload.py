@@ -103,5 +103,5 @@ def tensor_parallel(rank: int, size: int) -> None:
 
 
 def test_tensor_parallel_shares(worker_pool: Pools) -> None:
-    with pytest.raises(ValueError, match=r"weight is tensor-parallel, .* sharded_state_dict"):
+    with pytest.raises(ValueError, match=r"weight is tensor-parallel, .*sharded_state_dict"):
         worker_pool(2).run(tensor_parallel)

@@ -297,13 +297,8 @@ def cast_together(wanted: Sequence[Wanted], replayed: Sequence[Tensor | None] | 
         parts = Parts([part for part, _ in found], shards)
         parameters = rows.parameters()
         scale_versions = None if replayed is not None else versions([s for s in rows.scales() if s is not None])
-        repeats = [_at_this_time(each) for _, each in found if each is not None] if sharding.recasts else []
+        repeats = [each for _, each in found if each is not None] if sharding.recasts else []
         if len(repeats) < len(found) or (not quantizer.quantized and parameters[0].dtype == dtype):
             repeats = []  # or no copies
         casts.append(Cast(quantizer, dtype, parts, repeats, parameters, versions(parameters), scale_versions))
     return casts
-
-
-def _at_this_time(repeat: Repeat) -> Repeat:
-    """With a copy of delayed scaling's scale, which the next update writes."""
-    return repeat if repeat.scale is None else repeat._replace(scale=repeat.scale.clone())

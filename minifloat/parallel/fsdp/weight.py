@@ -14,14 +14,14 @@ from minifloat import delayed, recompute
 from minifloat.autocast import current
 from minifloat.comm.collectives import padded_rows, start_all_gather_rows
 from minifloat.comm.group import Group, ShardMap
-from minifloat.comm.sharded_cast import Repeat, is_plain, owned_rows, quantize_shard, reduce_amaxes
+from minifloat.comm.sharded_cast import Repeat, owned_rows, quantize_shards
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear_call import recipe_in_force
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.quantized_parameters import weight_scale
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp import pytorch
-from minifloat.quantizer import Quantizer, cast_all, find_amaxes
+from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor, operand_ops
 from minifloat.tensor.rows import QuantizedRows, cut_rows, row_unit
@@ -385,22 +385,18 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
             _check_scales(weight, weight.delayed, checked)
         if weight.is_quantized:
             weight.parts = [_quantized_part(weight, checked)]
-        elif is_plain(weight.quantizer):
+        else:
             together[weight.group].append(weight)
-        else:  # a columnwise operand that is cast from the rowwise one, or random bits; of one parameter
-            rows, (scale,) = weight.rows_to_cast(), _delayed_scales([weight])
-            weight.parts = [quantize_shard(rows, weight.quantizer, weight.owned[0], weight.group, scale=scale)]
     for group, those in together.items():
         quantizers = [each.quantizer.with_usage(columnwise=each.quantizer.columnwise and columnwise) for each in those]
-        sources = [weight.rows_to_cast() for weight in those]
-        amaxes = reduce_amaxes(find_amaxes(sources, quantizers), quantizers, group)
-        scales = _delayed_scales(those)
-        for i, weight in enumerate(those):
-            if weight.is_aligned:
-                weight.cast = Repeat(quantizers[i], amaxes[i], scales[i])
-                if weight.fsdp.gathers_for_backward:  # what backward reads is cast then
-                    quantizers[i], amaxes[i] = weight.cast.along((ROWWISE,))
-        for weight, operands in zip(those, cast_all(sources, quantizers, amaxes, scales=scales), strict=True):
+        dims = [(ROWWISE,) if each.is_aligned and each.fsdp.gathers_for_backward else each._dims for each in those]
+        rows = [each.rows_to_cast() for each in those]
+        # Of several parameters no block straddles ranks, as if each rank were alone.
+        maps = [w.owned[0] if len(w.owned) == 1 else ShardMap((x.shape[0],)) for w, x in zip(those, rows, strict=True)]
+        scales = [None if each.delayed is None else each.scale for each in those]
+        made = quantize_shards(rows, quantizers, maps, group, scales, dims)
+        for weight, (operands, repeat) in zip(those, made, strict=True):
+            weight.cast = repeat if weight.is_aligned else None
             weight.set_parts(operands)
 
 
@@ -413,13 +409,6 @@ def _quantized_part(weight: ShardedWeight, checked: set[tuple[DelayedScaling, Gr
             _check_scales(weight, recipe, checked)
         rows.scale = weight.scale  # for optimizers: a move or a checkpoint may have replaced the buffer
     return rows.part
-
-
-def _delayed_scales(weights: Sequence[ShardedWeight]) -> list[Tensor | None]:
-    """Copies of what delayed scaling casts the weights with now, fp32 [1]; None for the others."""
-    own = [weight.scale for weight in weights if weight.delayed is not None]
-    copies = iter(torch.cat(own).split(1) if own else ())
-    return [None if weight.delayed is None else next(copies) for weight in weights]
 
 
 def _check_scales(weight: ShardedWeight, recipe: DelayedScaling, checked: set[tuple[DelayedScaling, Group]]) -> None:
