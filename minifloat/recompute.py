@@ -1,4 +1,4 @@
-"""Activation checkpointing: a forward that backward runs a second time computes what the first one did.
+"""``checkpoint``: backward recomputes a forward with the recipes, scales and ranks that it ran under.
 
 Inside of :func:`checkpoint`, or of PyTorch's checkpoint with :func:`checkpoint_context_fn`, every linear records on a
 :class:`Tape` under which recipe it runs (:func:`replayed_scale`), and every sharded module how it communicates
@@ -34,7 +34,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Layer(Protocol):
-    """A linear: ``_ran_under`` has the first two recipes that it may have run a checkpoint's first forward under."""
+    """Linear; ``_ran_under`` has the first two recipes that it may have run a checkpoint's first forward under."""
 
     _ran_under: tuple[Recipe | None, ...]
 
@@ -43,7 +43,7 @@ class Layer(Protocol):
 
 
 class Parallel(Protocol):
-    """How a sharded module communicates; ``regrouped``: maybe over another group than in an earlier forward."""
+    """Exchange of a sharded module; ``regrouped``: maybe over another group than in an earlier forward."""
 
     @property
     def regrouped(self) -> bool: ...
@@ -53,21 +53,21 @@ P_co = TypeVar("P_co", bound=Parallel, covariant=True)
 
 
 class Sharded(Protocol[P_co]):
-    """A module that is split over ranks."""
+    """Module that is split over ranks."""
 
     @property
     def _exchange(self) -> P_co: ...
 
 
 class Step(NamedTuple):
-    """What one linear of a checkpointed region ran under; ``scale``: delayed scaling's at that time, fp32 [slots]."""
+    """Recipe that one linear of a checkpointed region ran under; ``scale``: the delayed one then, fp32 [slots]."""
 
     recipe: Recipe | None
     scale: Tensor | None
 
 
 class Tape:
-    """The steps of one checkpointed region in their order, and what surrounds it.
+    """Steps of one checkpointed region in their order, and what surrounds it.
 
     ``exchanges``: how its sharded modules communicate. ``untaped``: it is inside of a checkpoint of PyTorch that has no
     tape, whose recomputation would make another one.
@@ -81,7 +81,7 @@ class Tape:
 
 
 class _Forward(AbstractContextManager[None]):
-    """The first forward of a region in this thread, which writes ``tape``."""
+    """Context of the first forward of a region in this thread, which writes ``tape``."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -97,7 +97,7 @@ class _Forward(AbstractContextManager[None]):
 
 
 class _Recomputation(_Forward):
-    """A recomputation, which reads ``tape``; entered for each backward of a graph that is retained."""
+    """Context of a recomputation, which reads ``tape``; entered for each backward of a graph that is retained."""
 
     def __enter__(self) -> None:
         self.outside = restore_contexts(self.tape.contexts)
@@ -110,7 +110,7 @@ class _Recomputation(_Forward):
 
 
 class _Local(threading.local):
-    """The regions that this thread is inside of, innermost last."""
+    """Regions that this thread is inside of, innermost last."""
 
     def __init__(self) -> None:
         self.regions: list[_Forward] = []
@@ -125,7 +125,7 @@ _lock = threading.Lock()
 
 @checked
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, whose activations backward computes again instead of keeping them.
+    """Calls ``function(*args, **kwargs)``, whose activations backward computes again instead of keeping them.
 
     As ``torch.utils.checkpoint.checkpoint``, whose other options (``preserve_rng_state``, ``determinism_check``,
     ``debug``, ``early_stop``) it takes, and exact under every recipe: the recomputation runs under the ``autocast`` of
@@ -168,12 +168,12 @@ def checkpoint_without_dropout(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def capturing() -> bool:
-    """A CUDA graph is being captured on the current stream."""
+    """Whether a CUDA graph is being captured on the current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)``: makes it exact, too."""
+    """Makes PyTorch's checkpoint exact: ``checkpoint(..., use_reentrant=False, context_fn=...)``."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # AOTAutograd asks
         return torch_checkpoint.create_selective_checkpoint_contexts(_recompute_each)
     tape = Tape()
@@ -181,7 +181,7 @@ def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractConte
 
 
 def _recompute_each(context: Any, operation: Any, *args: Any, **kwargs: Any) -> torch_checkpoint.CheckpointPolicy:
-    """What a checkpoint of PyTorch without a policy does."""
+    """Recomputes each operation, as a checkpoint of PyTorch without a policy does."""
     return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -189,7 +189,7 @@ def _recompute_each(context: Any, operation: Any, *args: Any, **kwargs: Any) -> 
 
 
 def replayed_scale(layer: Layer, recipe: Recipe | None, scale: Tensor | None) -> Tensor | None:
-    """Called by each linear in each eager forward: the delayed scales that the forward of this recomputation read.
+    """Returns the delayed scales that the forward of this recomputation read; called in each eager forward of a linear.
 
     Args:
         layer: the linear.
@@ -218,12 +218,12 @@ def replayed_scale(layer: Layer, recipe: Recipe | None, scale: Tensor | None) ->
 
 
 def recomputes() -> bool:
-    """This forward may be a recomputation, which calibration does not count."""
+    """Whether this forward may be a recomputation, which calibration does not count."""
     return not torch.compiler.is_compiling() and (_graph_task() != -1 or _surroundings()[0] is not None)
 
 
 def exchange_of(module: Sharded[P_co]) -> P_co:
-    """How a sharded module communicates in this forward: in a recomputation, as it did in the forward.
+    """Returns the exchange of a sharded module in this forward: in a recomputation, that of the forward.
 
     Raises:
         RuntimeError: a recomputation without a tape, of a module that ``set_tensor_parallel_group`` has been called of.
@@ -244,12 +244,12 @@ def exchange_of(module: Sharded[P_co]) -> P_co:
 
 
 def hooks_read() -> bool:
-    """Hooks read now what autograd saves, as those of ``save_on_cpu`` do; those of a checkpoint do not."""
+    """Whether hooks copy tensors when autograd saves them: ``save_on_cpu`` does, a checkpoint does not."""
     return _hook() is not None and not _in_checkpoint()
 
 
 def _surroundings() -> tuple[_Recomputation | None, list[Tape]]:
-    """The innermost recomputation with a tape, None outside of any, and the tapes that are written inside of it."""
+    """Finds the innermost recomputation with a tape, or None, and the tapes that are written inside of it."""
     tapes: list[Tape] = []
     for region in reversed(_local.regions):
         if isinstance(region, _Recomputation):
@@ -287,18 +287,18 @@ def _different(layer: Layer, first: Recipe | None, now: Recipe | None) -> Runtim
 
 
 def _hook() -> Any:
-    """What the innermost saved-tensor hooks call with a tensor; None without any."""
+    """Returns what the innermost saved-tensor hooks call with a tensor; None without any."""
     hooks = _top_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 def _in_checkpoint() -> bool:
-    """The innermost saved-tensor hooks are those of PyTorch's checkpoint without reentrance."""
+    """Whether the innermost saved-tensor hooks are those of PyTorch's checkpoint without reentrance."""
     return getattr(_hook(), "__module__", None) == torch_checkpoint.__name__
 
 
 def _in_untaped_checkpoint() -> bool:
-    """The innermost hooks are those of a checkpoint that has no tape, or the innermost region is inside of one."""
+    """Whether the innermost hooks are a checkpoint's without a tape, or the innermost region is inside of one."""
     region = _local.regions[-1] if _local.regions else None
     if region is None:
         return _in_checkpoint()
@@ -320,7 +320,7 @@ def _name(recipe: Recipe | None) -> str:
 
 
 def refuse_compiled(layer: Layer, scaled: bool = True) -> None:
-    """Called by each linear with delayed scaling that is being compiled.
+    """Refuses a linear with delayed scaling that is compiled inside of a checkpoint.
 
     ``scaled``: in this call too; else it has been before, and no recipe is in force: in a recomputation, no longer.
 
@@ -350,7 +350,7 @@ def warns_of_compiled(inside: bool | None) -> bool:
 
 @cache
 def _warn() -> None:
-    """Once: while it compiles, the compiler resets what ``warnings`` knows of earlier ones."""
+    """Warns once: while it compiles, the compiler resets what ``warnings`` knows of earlier ones."""
     warnings.warn(
         "delayed scaling inside of a checkpoint is not compiled: it raises under fullgraph=True, else the code around "
         "it runs uncompiled; leave what is checkpointed uncompiled, with torch.compiler.disable, or use another recipe",
@@ -362,17 +362,17 @@ warns_of_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined] #
 
 
 def _traces_recomputation() -> bool:
-    """What is traced runs inside of a backward, and has gradients."""
+    """Whether what is traced runs inside of a backward, and has gradients."""
     return _graph_task() != -1 and torch.is_grad_enabled()
 
 
 def _traces_checkpoint() -> bool:
-    """A compiler traces the inside of a checkpoint, or a checkpoint runs what it traces."""
+    """Whether a compiler traces the inside of a checkpoint, or a checkpoint runs what it traces."""
     return _traces_recomputation() or _traces_inside() or bool(_local.regions) or _in_checkpoint()
 
 
 def _traces_inside() -> bool:
-    """A compiler traces the inside of a checkpoint.
+    """Whether a compiler traces the inside of a checkpoint.
 
     What the compiler traces as a subgraph of its own is in ``parent`` tracers, each of which says which higher-order
     operator it is for.
@@ -388,7 +388,7 @@ def _traces_inside() -> bool:
 
 
 def drops_side_effects() -> bool:
-    """A compiler traces the inside of a checkpoint, where no attribute may be set; it calls this without tracing it.
+    """Whether a compiler traces the inside of a checkpoint, where no attribute may be set; it calls this itself.
 
     PyTorch's option lets them be set, by the forward alone.
     """

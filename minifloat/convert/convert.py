@@ -1,4 +1,4 @@
-"""``convert`` and ``revert``: the layers of a model become those of minifloat, and what they were."""
+"""``convert`` and ``revert``: make the layers of a model those of minifloat, and what they were."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Conv1DLinear(Linear):
         return self.weight.t(), self.bias
 
     def reset_parameters(self) -> None:
-        """As a new ``Conv1D``: normal values of standard deviation 0.02, no bias, delayed scaling's state as new."""
+        """Resets as a new ``Conv1D``: normal values of standard deviation 0.02, a bias of 0, a new state of scaling."""
         super().reset_parameters()
         nn.init.normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
@@ -180,7 +180,7 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 
 def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterInit]) -> list[str]:
-    """Replaces the weights of converted layers by quantized parameters; a warning for each that stays as it is."""
+    """Replaces the weights of converted layers by quantized parameters; warns of each that stays as it is."""
     layers = {module: init for (_, module), init in inits.items() if isinstance(module, LinearState)}
     obstacles = weights.obstacles(modules, layers)
     for layer in obstacles:
@@ -200,7 +200,7 @@ def _unquantized(named: Named, why: str) -> str:
 
 
 def _in_one_parameter(named: Named) -> bool:
-    """The weights of experts, which then are no matrices that could be kept quantized."""
+    """Whether it is experts of one parameter, no matrices that could be kept quantized."""
     return isinstance(named.module, GroupedLinear) and not named.module._matrices
 
 
@@ -262,7 +262,7 @@ def _converted_histories(model: nn.Module) -> dict[Any, tuple[OwnRecipe, Histori
 
 
 def _added_submodules(module: nn.Module) -> Histories:
-    """Histories, and of experts their linears."""
+    """Finds histories, and of experts their linears."""
     before: OriginalModule = module.__dict__[_BEFORE]
     children = module._modules.items()
     return {k: m for k, m in children if isinstance(m, (AmaxHistory, ExpertLinear)) and k not in before.submodules}
@@ -364,7 +364,7 @@ def _report(
 
 
 def _fast_paths(modules: list[Named], quantized: list[nn.Module]) -> list[str]:
-    """A warning if PyTorch may read converted weights without calling their modules."""
+    """Warns if PyTorch may read converted weights without calling their modules."""
     layers = [named.module for named in modules if isinstance(named.module, nn.TransformerEncoderLayer)]
     if not any(child in quantized for layer in layers for child in layer.children()):
         return []
@@ -395,7 +395,7 @@ def _count_elements(parameters: Iterable[Iterable[nn.Parameter]]) -> int:
 
 
 def _nothing_converted(reasons: Sequence[str | None]) -> str:
-    """A warning, with the most frequent reasons."""
+    """Words a warning, with the most frequent reasons."""
     if not reasons:
         return "convert: nothing was converted: the model has no linears"
     why = "; ".join(f"{count} of {len(reasons)} linears: {each}" for each, count in Counter(reasons).most_common(3))
@@ -403,7 +403,7 @@ def _nothing_converted(reasons: Sequence[str | None]) -> str:
 
 
 def _unused_rules(rules: list[Rule], linears: list[Named]) -> list[str]:
-    """A warning for each rule that no linear is left for."""
+    """Warns of each rule that no linear is left for."""
     warnings, left = [], linears
     for rule in rules:
         matched = [named for named in left if rule.matches(named.names)]

@@ -1,4 +1,4 @@
-"""``export``: a model as a program for inference, which holds the codes of its weights and not their values.
+"""``export``, which makes a model a program for inference that holds codes of weights and not their values.
 
 ``torch.export`` traces a layer's casts of its weight like everything else. What they read does not change between
 calls, so here they are run once, and the program gets what they give as buffers in place of the weights. That is a
@@ -48,7 +48,7 @@ def export(
     strict: bool = False,
     **options: Any,
 ) -> ExportedProgram:
-    """``torch.export.export`` for inference: the program holds codes and scales of weights as plain tensors.
+    """Exports with ``torch.export`` for inference: the program holds codes and scales of weights as plain tensors.
 
     It gives what the model gives in ``eval()`` under its recipes, bit for bit, and casts activations alone. A buffer
     ``layer.weight_codes`` and those of its scales, ``layer.weight_scale_inv`` and for NVFP4 ``layer.weight_amax``,
@@ -171,7 +171,7 @@ def _read(graph: fx.Graph, computed: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _held_by_name(program: ExportedProgram) -> dict[fx.Node, str]:
-    """The inputs that are parameters, buffers and constants, and their names."""
+    """Lists the inputs that are parameters, buffers and constants, and their names."""
     kinds = InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR
     names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.kind in kinds}
     found = [(node, names.get(node.name)) for node in program.graph.find_nodes(op="placeholder")]
@@ -194,7 +194,7 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _aliased(node: fx.Node, written: bool = False) -> list[fx.Node]:
-    """The arguments that results of an operation may be views of; ``written``: those that it writes to."""
+    """Lists the arguments that results of an operation may be views of; ``written``: those that it writes to."""
     given: list[Any] = []
     operation = node.target
     for place, argument in enumerate(operation._schema.arguments if isinstance(operation, OpOverload) else ()):
@@ -228,7 +228,7 @@ def _expression(node: fx.Node) -> str:
 
 
 def _reads_inner(node: fx.Node) -> bool:
-    """``node`` is a tensor that a quantized parameter holds."""
+    """Whether ``node`` is a tensor that a quantized parameter holds."""
     return str(node.target) == "export.access_subclass_inner_tensor.default"
 
 
@@ -259,7 +259,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def _held(program: ExportedProgram, name: str) -> Tensor:
-    """The parameter, buffer or constant of that name."""
+    """Returns the parameter, buffer or constant of that name."""
     held: Mapping[str, Any] = program.state_dict if name in program.state_dict else program.constants
     return held[name]
 
@@ -282,7 +282,7 @@ def _name(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def _add_buffer(program: ExportedProgram, name: str, value: Tensor, like: fx.Node) -> fx.Node:
-    """A buffer as another input of the graph, before those of the caller."""
+    """Adds a buffer as another input of the graph, before those of the caller."""
     specs, free, number = program.graph_signature.input_specs, name, 1
     while free in program.state_dict:
         free, number = f"{name}_{number}", number + 1

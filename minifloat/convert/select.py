@@ -1,4 +1,4 @@
-"""Choice of the layers that are converted: what can be, rules, what is best left alone; and its report."""
+"""Selects the layers that are converted: what can be, rules, what is best left alone; and reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 class Rule(NamedTuple):
-    """The recipe of all linears with a name that matches a glob pattern; ``*`` matches dots too."""
+    """Recipe of all linears with a name that matches a glob pattern; ``*`` matches dots too."""
 
     pattern: str
     recipe: OwnRecipe
@@ -44,14 +44,14 @@ class Rule(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A module and all its dotted names, those of wrappers left out."""
+    """Module and all its dotted names, those of wrappers left out."""
 
     names: tuple[str, ...]
     module: nn.Module
 
 
 def read_rules(rules: Iterable[tuple[str, RecipeLike | None]]) -> list[Rule]:
-    """``rules`` with their recipes looked up.
+    """Looks up the recipes of ``rules``.
 
     Raises:
         TypeError: not pairs of a pattern and a recipe.
@@ -69,7 +69,7 @@ def read_rules(rules: Iterable[tuple[str, RecipeLike | None]]) -> list[Rule]:
 
 
 def named_modules(model: nn.Module) -> list[Named]:
-    """All modules of ``model``, each once."""
+    """Lists all modules of ``model``, each once."""
     names: dict[nn.Module, dict[str, None]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         shown = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -109,14 +109,14 @@ def is_sharded_by_fsdp(module: nn.Module) -> bool:
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:
-    """(out_features, in_features)."""
+    """Returns (out_features, in_features)."""
     names = ("nf", "nx") if is_conv1d(module) else ("out_features", "in_features")
     out_features, in_features = (getattr(module, name) for name in names)
     return out_features, in_features
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why this linear cannot be converted; None if it can."""
+    """Says why this linear cannot be converted; None if it can."""
     kind, weight = type(module), module._parameters.get("weight")
     if isinstance(module, LinearState):
         return None
@@ -141,7 +141,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def other_matrices(model: Iterable[Named]) -> Iterator[tuple[Named, str]]:
-    """Modules that are not converted and hold parameters of two or more dims, and why; look-up tables are none."""
+    """Finds modules that are not converted and hold matrices, and why; look-up tables are none."""
     for named in model:
         module, reason = named.module, "not a linear"
         if is_linear(module) or isinstance(module, (nn.Embedding, nn.EmbeddingBag, ParametrizationList, Expert)):
@@ -158,7 +158,7 @@ def other_matrices(model: Iterable[Named]) -> Iterator[tuple[Named, str]]:
 
 
 class DefaultFilter:
-    """The default ``filter_fn`` of :func:`minifloat.convert`: leaves alone what low precision slows down or hurts.
+    """Default ``filter_fn`` of :func:`minifloat.convert`: leaves alone what low precision slows down or hurts.
 
     * What stands before the model's first stack of blocks or after its last one: embeddings' projections and heads. A
       stack is an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that has two or more modules of one class
@@ -181,7 +181,7 @@ class DefaultFilter:
         return self.reason(module) is None
 
     def reason(self, module: nn.Module) -> str | None:
-        """Why ``module`` is left alone; None if it is converted."""
+        """Says why ``module`` is left alone; None if it is converted."""
         return self._reasons.get(identity(module))
 
 
@@ -234,7 +234,7 @@ def _outside_of_stacks(linears: list[nn.Module], in_stacks: set[nn.Module]) -> R
 
 @dataclass(frozen=True)
 class Converted:
-    """A layer that was converted.
+    """Layer that was converted.
 
     Attributes:
         names: its dotted names in the model, more than one where the module is shared.
@@ -253,7 +253,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A layer, or another module that holds matrices, that stays as it was.
+    """Layer, or another module that holds matrices, that stays as it was.
 
     Attributes:
         names: as of :class:`Converted`.
@@ -307,20 +307,20 @@ def _recipe_name(layer: Converted) -> str:
 
 
 def _size(layer: Converted | LeftAlone) -> str:
-    """The shape, or the class of what is not a linear."""
+    """Shows the shape, or the class of what is not a linear."""
     if layer.shape is None:
         return layer.kind if isinstance(layer, LeftAlone) else ""
     return " x ".join(str(size) for size in (layer.num_experts, *layer.shape) if size is not None)
 
 
 def _pattern(names: tuple[str, ...]) -> str:
-    """The names, with ``*`` for the numbers of blocks."""
+    """Shows the names, with ``*`` for the numbers of blocks."""
     shown = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
     return ", ".join(name or "(the model itself)" for name in shown)
 
 
 def _table(rows: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Aligned lines, one for all equal rows, with their number."""
+    """Aligns lines, one for all equal rows, with their number."""
     cells = [(name, f"{n} times" if n > 1 else "", size, last) for (name, size, last), n in Counter(rows).items()]
     widths = [max((len(row[i]) for row in cells), default=0) for i in range(4)]
     shown = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width] for row in cells]

@@ -1,4 +1,4 @@
-"""Weights as quantized parameters: those of converted layers, and MXFP4 ones of public checkpoints, bit for bit."""
+"""Quantized parameters of converted layers, and MXFP4 weights of public checkpoints, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from minifloat.tensor import QuantizedTensor
 
 
 def wanted(quantize_weights: bool | None) -> bool:
-    """Weights are to be quantized; None: as those of modules that are made now."""
+    """Whether weights are to be quantized; None: as those of modules that are made now."""
     return parameter_init() is not None if quantize_weights is None else quantize_weights
 
 
@@ -73,7 +73,7 @@ def formats(
 
 
 def obstacles(modules: Sequence[Named], layers: Iterable[LinearState]) -> dict[LinearState, str]:
-    """The layers whose weights stay in high precision, and why."""
+    """Finds the layers whose weights stay in high precision, and why."""
     owners: dict[int, list[str]] = {}
     for names, module in modules:
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -167,7 +167,7 @@ def load_mxfp4(layer: Linear | GroupedLinear, blocks: Tensor, scales: Tensor) ->
 
 @checked
 def save_mxfp4(layer: Linear | GroupedLinear, layout: Layout = "gpt-oss") -> tuple[Tensor, Tensor]:
-    """Codes and scales of the rowwise operand of a weight that is kept in MXFP4, as :func:`load_mxfp4` takes them.
+    """Returns codes and scales of the rowwise operand of an MXFP4 weight, as :func:`load_mxfp4` takes them.
 
     Args:
         layout: ``"gpt-oss"``, uint8 [N, K / 32, 16] and uint8 [N, K / 32], or ``"deepseek"``, int8 [N, K / 2] and
@@ -191,7 +191,7 @@ def save_mxfp4(layer: Linear | GroupedLinear, layout: Layout = "gpt-oss") -> tup
 
 
 def _mxfp4_weights(layer: Linear | GroupedLinear) -> Iterator[QuantizedTensor]:
-    """The weights, whose rows follow each other, which are kept in MXFP4 strips."""
+    """Iterates over the weights, whose rows follow each other, which are kept in MXFP4 strips."""
     for name in layer._weight_names:
         weight: Tensor = layer._weight(name)
         fmt = weight.quantizer.row_format if isinstance(weight, QuantizedTensor) else IDENTITY
@@ -204,7 +204,7 @@ def _mxfp4_weights(layer: Linear | GroupedLinear) -> Iterator[QuantizedTensor]:
 
 
 def _rows(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes as codes [..., N, K / 2] and scales [..., N, K / 32], uint8."""
+    """Views the bytes as codes [..., N, K / 2] and scales [..., N, K / 32], uint8."""
     for name, tensor in (("blocks", blocks), ("scales", scales)):
         if tensor.dtype not in _BYTES:
             raise TypeError(f"{name} are {tensor.dtype}; uint8, int8 or float8_e8m0fnu is needed")
@@ -218,7 +218,7 @@ def _rows(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tensor(codes: Tensor, scales: Tensor, like: QuantizedTensor) -> QuantizedTensor:
-    """Codes and scales as a tensor like ``like``, whose columnwise operand is cast from what they stand for."""
+    """Makes codes and scales a tensor like ``like``, whose columnwise operand is cast from what they stand for."""
     quantizer, shape = like.quantizer, (like.shape[0], like.shape[1])
     row = Operand(codes, scales, None, quantizer.row_format, ROWWISE, shape, like.dtype)
     column = None

@@ -36,19 +36,19 @@ class _Derived:
     max: float
     """Largest finite value of a code."""
     packed: bool
-    """Two codes share a byte."""
+    """Whether two codes share a byte."""
     quantized: bool
-    """Codes and scales, rather than the values themselves."""
+    """Whether there are codes and scales, rather than the values themselves."""
     scale_dtype: torch.dtype
     """How scales are stored."""
     needs_amax: bool
-    """The cast needs an amax over more than one block, so over a group where the tensor is sharded."""
+    """Whether the cast needs an amax over more than one block, so over a group where the tensor is sharded."""
     grid: bool
-    """Scales lie in a grid of blocks in the [M, K] layout, rather than being one."""
+    """Whether scales lie in a grid of blocks in the [M, K] layout, rather than being one."""
     segment: int
     """Elements along the contracted dim that the scaled product sums before it applies their scale."""
     symmetric: bool
-    """One cast serves both orientations: nothing in it depends on which dim is contracted."""
+    """Whether one cast serves both orientations: nothing in it depends on which dim is contracted."""
     spec: str
     """The format as a short string, which :func:`parse` reads back: ``"e2m1/1x16/two_level/hadamard16"``."""
 
@@ -56,7 +56,7 @@ class _Derived:
 @checked
 @dataclass(frozen=True, eq=False)
 class Format(_Derived):
-    """One number format.
+    """Number format: an element, blocks, a scale rule and what else a kernel needs to know.
 
     Args:
         element: a name in ``ELEMENTS``: ``"e4m3"``, ``"e5m2"``, ``"e2m1"``, or ``"identity"`` for values left as they
@@ -133,7 +133,7 @@ class Format(_Derived):
         object.__setattr__(self, "spec", _spell(self) if quantized else self.element)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Elements and scale rules are no part of a copy or a pickle."""
+        """Pickles and copies by the spec: elements and scale rules are no part of it."""
         return parse, (self.spec,)
 
     def __eq__(self, other: object) -> bool:
@@ -143,20 +143,20 @@ class Format(_Derived):
         return hash(self.spec)
 
     def reduces_amax(self, dim: int) -> bool:
-        """Cast along ``dim``, its amax is over all rows, so over the ranks that share them."""
+        """Whether, cast along ``dim``, its amax is over all rows, so over the ranks that share them."""
         return self.needs_amax and not (self.amax_per_row and dim == ROWWISE)
 
     @property
     def mixes_rows(self) -> bool:
-        """Cast rowwise, a row's codes depend on other rows, or on where it is among them."""
+        """Whether, cast rowwise, a row's codes depend on other rows, or on where it is among them."""
         return self.tile or self.reduces_amax(ROWWISE) or self.rounding == "stochastic"
 
     def owns_scales(self, dim: int) -> bool:
-        """Cast along ``dim``, each rank of those that share the rows has scales of its own; else all have the same."""
+        """Whether, cast along ``dim``, ranks that share the rows have scales of their own; else all have the same."""
         return self.block > 0 or (self.amax_per_row and dim == ROWWISE)
 
     def scale_block(self, dim: int) -> tuple[int, int]:
-        """Rows and columns that share a scale when cast along ``dim``; 0 stands for all of them."""
+        """Returns the rows and columns that share a scale when cast along ``dim``; 0 stands for all of them."""
         if self.tile or not self.grid:
             return self.block, self.block
         return (1, self.block) if dim == ROWWISE else (self.block, 1)
@@ -182,7 +182,7 @@ IDENTITY = Format(element="identity", scale_rule="none")
 
 @lru_cache(MOST_PARSED)
 def parse(spec: str) -> Format:
-    """The format that :attr:`Format.spec` names.
+    """Reads the format that :attr:`Format.spec` names.
 
     Raises:
         ValueError: ``spec`` is not such a string.

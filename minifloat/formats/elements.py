@@ -1,4 +1,4 @@
-"""Elements: what a stored code is worth. Scale rules: how the scale of a block or tensor follows from its amax.
+"""Elements, which give codes their values, and scale rules, by which scales follow from amaxes.
 
 PyTorch's functions are the definition, held to bit for bit by the Triton ones of ``device.py``, which a kernel is
 handed as compile-time constants: ``ELEMENT.kernels.encode(x, ELEMENT)``, ``RULE.kernels.scale(amax, MAX, EPSILON,
@@ -29,7 +29,7 @@ class ElementKernels(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Element:
-    """A stored number: ``bits`` wide, finite up to ``max``; ``dtype`` is PyTorch's name for it, where it has one.
+    """Stored number, ``bits`` wide, finite up to ``max``; ``dtype`` is PyTorch's name for it, where it has one.
 
     ``split``: its values span so much that 128 products of two of them do not fit float64 as they are.
     """
@@ -42,25 +42,25 @@ class Element:
 
     @property
     def packed(self) -> bool:
-        """Two codes share a byte."""
+        """Whether two codes share a byte."""
         return self.bits == 4
 
     def encode(self, x: Tensor) -> Tensor:
-        """fp32 to codes, one a byte: to nearest, ties to even, saturating; NaN to the largest code of its kind."""
+        """Rounds fp32 to codes, a byte each: to nearest, ties to even, saturating; NaN to the largest code."""
         raise NotImplementedError(f"{self.name} has no codes")
 
     def values(self, device: torch.device) -> Tensor:
-        """fp32 [2**bits]: the value of each code."""
+        """Lists the value of each code, fp32 [2**bits]."""
         raise NotImplementedError(f"{self.name} has no codes")
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values of codes, one a byte: from a table, which on a CPU is three times faster than a conversion."""
+        """Reads the values of codes, one a byte, in a table, which on a CPU is three times faster than a conversion."""
         values = self.values(codes.device).to(dtype)
         return values.index_select(0, codes.reshape(-1).int()).reshape(codes.shape)
 
     @property
     def kernels(self) -> ElementKernels:
-        """Its Triton functions; needs Triton."""
+        """Triton functions of the element; needs Triton."""
         raise NotImplementedError(f"{self.name} has no Triton functions")
 
     @property
@@ -71,7 +71,7 @@ class Element:
 
 @dataclass(frozen=True, eq=False)
 class TorchFloat(Element):
-    """An element of 8 bits that PyTorch and the GPU convert to; NaN is the code 0x7F."""
+    """Element of 8 bits that PyTorch and the GPU convert to; NaN is the code 0x7F."""
 
     def encode(self, x: Tensor) -> Tensor:
         assert self.dtype is not None
@@ -91,7 +91,7 @@ class TorchFloat(Element):
 
 @dataclass(frozen=True, eq=False)
 class SmallFloat(Element):
-    """An element of 4 or 6 bits (OCP Microscaling Formats v1.0, 5.3), all codes of which are finite.
+    """Element of 4 or 6 bits (OCP Microscaling Formats v1.0, 5.3), all codes of which are finite.
 
     NaN becomes ``max``. ``mantissa`` is its bits, ``bias`` that of the exponent.
     """
@@ -101,12 +101,12 @@ class SmallFloat(Element):
 
     @property
     def normal(self) -> float:
-        """The smallest value with an exponent of its own; below, values are multiples of ``smallest``."""
+        """Smallest value with an exponent of its own; below, values are multiples of ``smallest``."""
         return 2.0 ** (1 - self.bias)
 
     @property
     def smallest(self) -> float:
-        """The smallest value above 0."""
+        """Smallest value above 0."""
         return self.normal * 2.0**-self.mantissa
 
     @property
@@ -115,12 +115,12 @@ class SmallFloat(Element):
         return 2.0 ** (127 - self.bias)
 
     def step(self, magnitude: Tensor) -> Tensor:
-        """The distance to the next larger value."""
+        """Computes the distance to the next larger value."""
         powers = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
         return powers.clamp(self.normal, 2.0 ** math.floor(math.log2(self.max))) * 2.0**-self.mantissa
 
     def codes(self, magnitude: Tensor, x: Tensor) -> Tensor:
-        """Codes of magnitudes that are values of the element, with the sign of ``x``."""
+        """Finds the codes of magnitudes that are values of the element, with the sign of ``x``."""
         exact = magnitude.nan_to_num(self.max)
         normal = (exact.view(torch.int32) >> (23 - self.mantissa)) - ((127 - self.bias) << self.mantissa)
         index = torch.where(exact < self.normal, (exact / self.smallest).int(), normal)
@@ -233,7 +233,7 @@ class ScaleRule:
 
     @property
     def kernels(self) -> RuleKernels:
-        """Its Triton functions; needs Triton."""
+        """Triton functions of the rule; needs Triton."""
         from minifloat.formats import device  # which needs Triton
 
         return device.RULES[self.name]
@@ -245,7 +245,7 @@ class ScaleRule:
 
 
 class Quotient(ScaleRule):
-    """``max / amax``; for ``"pow2"`` floored to a power of two."""
+    """Rule ``max / amax``; for ``"pow2"`` floored to a power of two."""
 
     def scale(self, amax: Tensor, fmt: Format, largest: float) -> tuple[Tensor, Tensor]:
         amax = torch.where(amax < fmt.amax_epsilon, fmt.amax_epsilon, amax)
@@ -258,7 +258,7 @@ class Quotient(ScaleRule):
 
 
 class E8M0(ScaleRule):
-    """``amax / max``, raised to a power of two whose exponent is stored (OCP Microscaling Formats v1.0, 5.4.1)."""
+    """Rule ``amax / max``, raised to a power of two whose exponent is stored (OCP Microscaling Formats v1.0, 5.4.1)."""
 
     def scale(self, amax: Tensor, fmt: Format, largest: float) -> tuple[Tensor, Tensor]:
         codes = e8m0_from_float(amax * fp32(1.0 / fmt.max, amax.device))
@@ -266,29 +266,29 @@ class E8M0(ScaleRule):
         return torch.where(codes == 255, torch.nan, _power_of_two(254 - codes.int())), codes
 
     def values(self, stored: Tensor) -> Tensor:
-        """2^(c - 127); c = 0 is the fp32 denormal 2^-127, 255 is NaN."""
+        """Computes 2^(c - 127); c = 0 is the fp32 denormal 2^-127, 255 is NaN."""
         return torch.where(stored == 255, torch.nan, _power_of_two(stored.int()))
 
 
 class TwoLevel(ScaleRule):
-    """E4M3 block scales under an fp32 scale of the whole tensor, or of its rows (NVFP4)."""
+    """Rule of E4M3 block scales under an fp32 scale of the whole tensor, or of its rows (NVFP4)."""
 
     def values(self, stored: Tensor) -> Tensor:
         return E4M3.decode(stored)
 
 
 def fp32(value: float, device: torch.device) -> Tensor:
-    """A number as a tensor of no dims."""
+    """Makes a number a tensor of no dims."""
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^(exponent - 127); 0 gives the denormal 2^-127."""
+    """Computes 2^(exponent - 127); 0 gives the denormal 2^-127."""
     return torch.where(exponent > 0, exponent << 23, 0x00400000).view(torch.float32)
 
 
 def e8m0_from_float(x: Tensor) -> Tensor:
-    """The smallest power of two that is at least ``x`` >= 0, as its exponent byte; NaN to 255, infinity to 254."""
+    """Finds the smallest power of two of at least ``x`` >= 0, as its exponent byte; NaN is 255, infinity 254."""
     bits = x.contiguous().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     raised = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))

@@ -24,7 +24,7 @@ Keep = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Band(NamedTuple):
-    """A query at position p sees keys at ``p - left`` to ``p + right``; None is without limit."""
+    """Band of keys that a query at position p sees: ``p - left`` to ``p + right``; None is without limit."""
 
     left: int | None = None
     right: int | None = None
@@ -35,7 +35,7 @@ _UNLIMITED = 2**30
 
 
 class TokenPlaces(NamedTuple):
-    """Of each token the sequence that it belongs to, and its position there: int [B, S].
+    """Sequence that each token belongs to, and its position there: int [B, S].
 
     A token in a sequence of its own, such as -1 of queries and -2 of keys, neither attends nor is attended to.
     """
@@ -46,7 +46,7 @@ class TokenPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """Which of T keys each of S queries attends to.
+    """Mask: which of T keys each of S queries attends to.
 
     Args:
         band: around the diagonal; key ``j`` lies on that of query ``i`` where ``j = i + diagonal``.
@@ -66,7 +66,7 @@ class Mask:
 
     @property
     def kind(self) -> Kind:
-        """What a backend has to be able to do."""
+        """Kind of mask that a backend has to be able to apply."""
         if self.kept is not None or self.bias is not None:
             return "tensor"
         if self.query is not None:
@@ -76,7 +76,7 @@ class Mask:
         return "causal" if self.band == CAUSAL and self.diagonal == 0 else "band"
 
     def keep(self, device: torch.device) -> Keep:
-        """Of indices (batch, head, query, key), which broadcast: whether the query attends to the key.
+        """Returns a function of indices (batch, head, query, key): whether the query attends to the key.
 
         The band and the places, in the form that FlexAttention calls a mask_mod. It reads nothing but tensors, since a
         number would be compiled into the kernel, and another length would compile another one.
@@ -99,7 +99,7 @@ class Mask:
         return keep_places
 
     def dense(self, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
-        """The whole mask, bool, broadcasting to [B, H, S, T]; the bias is left out."""
+        """Makes the whole mask, bool, broadcasting to [B, H, S, T]; the bias is left out."""
         b = torch.arange(batch, device=device)[:, None, None, None]
         i = torch.arange(queries, device=device)[:, None]
         j = torch.arange(keys, device=device)
@@ -108,12 +108,12 @@ class Mask:
 
 
 def _tensor(value: int, device: torch.device) -> Tensor:
-    """Filled on the device, where a copy would wait for it."""
+    """Makes a tensor on the device, where a copy would wait for it."""
     return torch.full((), value, dtype=torch.int32, device=device)
 
 
 def simplified(band: Band, diagonal: int, queries: int, keys: int) -> Band:
-    """The band without limits that no pair of tokens reaches: a single query at the bottom right sees every key."""
+    """Drops limits that no pair of tokens reaches: a single query at the bottom right sees every key."""
     left, right = band
     if left is not None and left >= queries - 1 + diagonal:
         left = None
@@ -125,7 +125,7 @@ def simplified(band: Band, diagonal: int, queries: int, keys: int) -> Band:
 def packed_places(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, queries: int, keys: int, bottom_right: bool
 ) -> tuple[TokenPlaces, TokenPlaces]:
-    """Places of packed sequences, [1, tokens], from where each starts, int [b + 1]."""
+    """Finds the places of packed sequences, [1, tokens], from where each starts, int [b + 1]."""
     sequence_q, sequence_kv = sequence_ids(cu_seqlens_q, queries), sequence_ids(cu_seqlens_kv, keys)
     position_q, position_kv = positions(cu_seqlens_q, queries), positions(cu_seqlens_kv, keys)
     sequences = cu_seqlens_q.numel() - 1
@@ -138,7 +138,7 @@ def packed_places(
 
 
 def padded_places(valid_q: Tensor, valid_kv: Tensor, bottom_right: bool) -> tuple[TokenPlaces, TokenPlaces]:
-    """Places of sequences padded to one length, from bool [B, S] and [B, T], False where there is padding."""
+    """Finds the places of padded sequences, from bool [B, S] and [B, T], False where there is padding."""
     position_q = torch.arange(valid_q.shape[1], device=valid_q.device).expand(valid_q.shape)
     position_kv = torch.arange(valid_kv.shape[1], device=valid_kv.device).expand(valid_kv.shape)
     if bottom_right:
@@ -151,7 +151,7 @@ def padded_places(valid_q: Tensor, valid_kv: Tensor, bottom_right: bool) -> tupl
 
 
 def sequence_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Which sequence each of ``tokens`` tokens belongs to, int64 [tokens]; those behind the last one get ``b``.
+    """Finds which sequence each of ``tokens`` tokens belongs to, int64 [tokens]; those behind the last one get ``b``.
 
     Args:
         cu_seqlens: int [b + 1], where sequence ``i`` is tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``.
@@ -161,13 +161,13 @@ def sequence_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """The position of each token in its own sequence, in the dtype of ``cu_seqlens``, [tokens]."""
+    """Finds the position of each token in its own sequence, in the dtype of ``cu_seqlens``, [tokens]."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return token - cu_seqlens[sequence_ids(cu_seqlens, tokens)]
 
 
 def check_cu_seqlens(layer: object, name: str, cu_seqlens: Tensor | None) -> Tensor:
-    """``cu_seqlens``, or raises ValueError where it is missing or is not int [b + 1]."""
+    """Returns ``cu_seqlens``; raises ValueError where it is missing or is not int [b + 1]."""
     if cu_seqlens is None:
         raise ValueError(
             f"{label_of(layer)}: packed sequences need {name}, int32 [sequences + 1]; "
@@ -189,7 +189,7 @@ _FLEX_SMALLEST_HEAD = 16
 
 
 class Backend(NamedTuple):
-    """How attention is computed, and why."""
+    """Name of what computes attention, and why."""
 
     name: Literal["sdpa", "flex", "math"]
     reason: str
@@ -198,7 +198,7 @@ class Backend(NamedTuple):
 def choose_backend(
     device: str, kind: Kind, dtype: torch.dtype, head_dim: int, *, softcap: bool, dropout: bool
 ) -> Backend:
-    """The one place that decides which backend computes attention.
+    """Decides which backend computes attention.
 
     Args:
         device: its type, ``"cuda"`` and the like.
@@ -226,7 +226,7 @@ def choose_backend(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, softcap: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """[B, H, S, F] in the dtype of ``q``, ``k`` and ``v``, on the backend that :func:`choose_backend` names.
+    """Computes attention [B, H, S, F] in the dtype of ``q``, on the backend that :func:`choose_backend` names.
 
     Args:
         mask: which keys each query attends to.
@@ -246,7 +246,7 @@ def attention(
 
 
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: float = 0.0) -> Tensor:
-    """PyTorch's SDPA, without softcap; a mask that it has no name for becomes a tensor."""
+    """Runs PyTorch's SDPA, without softcap; a mask that it has no name for becomes a tensor."""
     kind = mask.kind
     if kind in ("none", "causal"):
         return F.scaled_dot_product_attention(
@@ -265,7 +265,7 @@ def by_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: 
 def by_math(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Everything in plain PyTorch, with all scores in fp32 (fp64 for fp64)."""
+    """Computes attention in plain PyTorch, with all scores in fp32 (fp64 for fp64)."""
     precise = torch.promote_types(q.dtype, torch.float32)
     kept = mask.dense(q.shape[0], q.shape[2], k.shape[2], q.device)
     with autocast_off(q):
@@ -281,7 +281,7 @@ def by_math(
 
 
 def by_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float | None = None) -> Tensor:
-    """FlexAttention, compiled on a GPU: blocks that the mask leaves empty are not computed.
+    """Runs FlexAttention, compiled on a GPU: blocks that the mask leaves empty are not computed.
 
     Compiled backwards of PyTorch free what was saved as they go, and refuse ``retain_graph=True`` unless
     ``torch._functorch.config.donated_buffer`` is False.
@@ -308,7 +308,7 @@ def _softcap(softcap: float, device: torch.device) -> Any:
 
 
 def _block_mask(q: Tensor, k: Tensor, mask: Mask) -> Any:
-    """Which blocks have something to compute, or None for all of them."""
+    """Finds which blocks have something to compute; None for all of them."""
     if mask.kind == "none":
         return None
     queries, keys, traced = q.shape[2], k.shape[2], torch.compiler.is_compiling()

@@ -32,7 +32,7 @@ def cross_entropy(
     tp_group: Group | dist.ProcessGroup | DeviceMesh | None = None,
     classes: Size | None = None,
 ) -> Tensor:
-    """``F.cross_entropy`` of class indices, with fp32 numbers for ``chunk_rows`` rows at a time.
+    """Computes ``F.cross_entropy`` of class indices, with fp32 numbers for ``chunk_rows`` rows at a time.
 
     Between forward and backward it keeps the logits as they came and one fp32 number a row. Backward computes the
     softmax again, chunk by chunk, and rounds the gradient once to the dtype of the logits.
@@ -73,7 +73,7 @@ def cross_entropy(
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """Losses [M] of logits [M, V], those of this rank's classes."""
+    """Computes losses [M] of logits [M, V], those of this rank's classes."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: Group, *options: Any) -> Tensor:
@@ -93,7 +93,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
 
 def place(here: int, group: Group, classes: int | None) -> tuple[int, int]:
-    """The first class of this rank's ``here``, and how many there are in all.
+    """Finds the first class of this rank's ``here``, and how many there are in all.
 
     Raises:
         ValueError: that is not told, or the rank should have other classes.
@@ -127,7 +127,7 @@ def check_arguments(rows: Tensor, shape: Sequence[int], target: Tensor) -> None:
 
 
 def vocabulary_shards(vocabulary: int, ranks: int) -> ShardMap:
-    """The tokens of each rank, in their order: ``ceil(vocabulary / ranks)``, and the last rank has what is left.
+    """Shares out the tokens in their order: ``ceil(vocabulary / ranks)`` each, and the last rank has what is left.
 
     So any vocabulary is split as it is, with nothing padded, and as ``torch.chunk`` and DTensor's ``Shard(0)`` do it.
 
@@ -162,7 +162,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     rows_per_rank: Sequence[Count] | None = None,
 ) -> Tensor:
-    """``cross_entropy`` of ``hidden @ weight.t() + bias``, with logits for ``chunk_rows`` rows at a time.
+    """Computes ``cross_entropy`` of ``hidden @ weight.t() + bias``, with logits for ``chunk_rows`` rows at a time.
 
     The gradients are computed in the forward, while the logits of a chunk are there, and scaled in the backward: kept
     in between are that of ``hidden``, in its dtype, and those of weight and bias, summed over the chunks in fp32. The
@@ -219,7 +219,7 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The loss of hidden [M, D] under a head [V, D], those of this rank."""
+    """Computes the loss of hidden [M, D] under a head [V, D], those of this rank."""
 
     @staticmethod
     def forward(
@@ -266,7 +266,7 @@ def _of_shared_head(
     target: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``kernels.linear_cross_entropy`` gives, of a head that ranks share."""
+    """Computes what ``kernels.linear_cross_entropy`` gives, of a head that ranks share."""
     group, shards = exchange.group, exchange.shards
     if shards is not None:
         hidden = all_gather_rows(hidden, shards, group)

@@ -1,4 +1,4 @@
-"""Norms and activations: under autograd, and as outputs that are cast, by the kernel that computes them or afterwards.
+"""Norms and activations: under autograd, and as outputs that are cast, by their kernel or afterwards.
 
 A value comes first (``norm_value``, ``act_value``), so that ranks may reduce amaxes before its cast; under current
 scaling the kernel that computes it finds them. Delayed scaling, and blocks, whose amaxes are their own, let that kernel
@@ -27,7 +27,7 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
 
 class _Facts(NamedTuple):
-    """How many casts a quantizer makes, what the functions below say of them, and the format if all have one."""
+    """Number of a quantizer's casts, what the functions below say of them, and the format if all have one."""
 
     casts: int
     fp32: bool
@@ -48,17 +48,17 @@ def _facts(quantizer: Quantizer) -> _Facts:
 
 
 def reads_fp32(quantizer: Quantizer) -> bool:
-    """The fused cast reads the fp32 result: delayed scaling in each orientation that is wanted."""
+    """Whether the fused cast reads the fp32 result: delayed scaling in each orientation that is wanted."""
     return _facts(quantizer).fp32
 
 
 def measures_amax(quantizer: Quantizer) -> bool:
-    """All that its casts need to know of the value is one amax, which the kernel that computes it can find."""
+    """Whether its casts need one amax of the value alone, which the kernel that computes it can find."""
     return _facts(quantizer).one_amax
 
 
 class OutputCast:
-    """How the output of a norm or an activation is cast: by the kernel that computes it (``in_kernel``), or afterwards.
+    """Cast of the output of a norm or an activation: by the kernel that computes it (``in_kernel``), or afterwards.
 
     Args:
         x: [..., K], the input, or the tensor whose gradient is the output.
@@ -91,9 +91,9 @@ class OutputCast:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of the operation: scale, format, whether codes are wanted along rows and along columns, and k-major.
+        """Arguments of the operation: scale, format, whether codes are wanted along rows and columns, and k-major.
 
-        Of the one that gives the value: dtype, and whether to measure the amax.
+        Of the operation that gives the value: dtype, and whether to measure the amax.
         """
         if not self.in_kernel:
             return self.dtype, self.facts.one_amax
@@ -103,7 +103,7 @@ class OutputCast:
         return self.scale, fmt.spec, ROWWISE in dims, COLUMNWISE in dims, k_major
 
     def output(self, outputs: Sequence[Tensor], shape: Sequence[int], **others: Any) -> FusedOutput:
-        """The output of ``shape`` from those of the operation: ``ops.quantize.FusedCodes``, or value and amax."""
+        """Makes the output of ``shape`` from those of the operation: ``ops.quantize.FusedCodes``, or value and amax."""
         if not self.in_kernel:
             value, amax = outputs
             amaxes = (amax,) * self.facts.casts if self.facts.one_amax else None
@@ -119,7 +119,7 @@ class OutputCast:
 
 
 class FusedOutput(NamedTuple):
-    """A norm's or an activation's output before its cast, or after it where one kernel does both.
+    """Output of a norm or an activation: values, or codes where its kernel also casts.
 
     Args:
         value: [..., K], what the cast reads: fp32, or the dtype of the input. None if the cast was fused.
@@ -170,7 +170,7 @@ _NORM_RECOMPUTED = norm.norm_forward.for_recompute(), norm.norm_cast.for_recompu
 
 @dataclass(frozen=True)
 class Norm:
-    """Which norm, as a value of a call.
+    """Kind of norm, as a value of a call.
 
     Args:
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
@@ -188,7 +188,7 @@ class Norm:
     def gradients(
         self, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, ...], dresidual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """dx like ``x``, dgamma and dbeta (None for RMSNorm) like gamma, all computed in fp32.
+        """Computes dx like ``x``, dgamma and dbeta (None for RMSNorm) like gamma, in fp32.
 
         Args:
             dy: [..., K], any float dtype.
@@ -204,7 +204,7 @@ class Norm:
 
 
 def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> Tensor:
-    """``norm(x)`` over the last dim, computed in fp32 and rounded once to the dtype of ``x``.
+    """Computes ``norm(x)`` over the last dim, in fp32 and rounded once to the dtype of ``x``.
 
     Args:
         x: [..., K], bf16, fp16 or fp32.
@@ -219,7 +219,7 @@ def normalize(x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> Tensor
 
 
 class NormFunction(torch.autograd.Function):
-    """Keeps ``x`` as it came, gamma, and mean and rsigma, fp32 [M] each."""
+    """Computes a norm. Keeps ``x`` as it came, gamma, and mean and rsigma, fp32 [M] each."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm) -> Tensor:
@@ -249,7 +249,7 @@ def norm_value(
     recompute: bool = False,
     **cast_options: Any,
 ) -> FusedOutput:
-    """LayerNorm or RMSNorm of ``x``, or of ``x + residual``, to be cast with ``quantizer``.
+    """Computes LayerNorm or RMSNorm of ``x``, or of ``x + residual``, to be cast with ``quantizer``.
 
     Args:
         x: [..., K], bf16, fp16 or fp32.
@@ -283,7 +283,7 @@ _ACTIVATION_RECOMPUTED = activation.activation_forward.for_recompute(), activati
 
 @dataclass(frozen=True)
 class Activation:
-    """Which activation, as a value of a call: one of ``kernels.activation.NAMES``, and its parameters if it has any."""
+    """Kind of activation, as a value of a call: one of ``ops.activation.NAMES``, and its parameters if it has any."""
 
     name: str
     parameters: tuple[float, ...] = ()
@@ -296,7 +296,7 @@ class Activation:
 
     @classmethod
     def of(cls, name: str, params: Mapping[str, float] | None = None) -> Activation:
-        """With ``params`` by name, the rest by default: ``limit``, ``alpha``, ``glu_linear_offset`` of clamped_swiglu.
+        """Takes ``params`` by name, the rest by default: ``limit``, ``alpha``, ``glu_linear_offset`` of clamped_swiglu.
 
         Raises:
             ValueError: there is no such activation, or it has no such parameter.
@@ -305,12 +305,12 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        """Its output is half as wide as its input."""
+        """Whether its output is half as wide as its input."""
         return activation.gated(self.name)
 
 
 def activate(x: Tensor, of: Activation) -> Tensor:
-    """The activation of ``x`` [..., K], [..., K / 2] if gated; computed in fp32, rounded once to the dtype of ``x``.
+    """Computes the activation of ``x`` [..., K], [..., K / 2] if gated, in fp32, rounded once to the dtype of ``x``.
 
     Raises:
         TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or of odd width and the activation is gated.
@@ -319,7 +319,7 @@ def activate(x: Tensor, of: Activation) -> Tensor:
 
 
 class ActivationFunction(torch.autograd.Function):
-    """Keeps ``x`` as it came."""
+    """Computes an activation. Keeps ``x`` as it came."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, of: Activation) -> Tensor:
@@ -342,7 +342,7 @@ class ActivationFunction(torch.autograd.Function):
 def act_value(
     x: Tensor, of: Activation, quantizer: Quantizer, *, recompute: bool = False, **cast_options: Any
 ) -> FusedOutput:
-    """An activation of ``x`` [..., K], to be cast with ``quantizer``: [..., K], or [..., K / 2] if gated.
+    """Computes an activation of ``x`` [..., K], to be cast with ``quantizer``: [..., K], or [..., K / 2] if gated.
 
     Other arguments and errors as in :func:`norm_value`.
     """
@@ -355,7 +355,7 @@ def act_value(
 def dact_value(
     dy: Tensor, x: Tensor, of: Activation, quantizer: Quantizer, *, with_column_sum: bool = False, **cast_options: Any
 ) -> FusedOutput:
-    """The gradient of an activation with respect to its input ``x`` [..., K], to be cast with ``quantizer``.
+    """Computes the gradient of an activation's input ``x`` [..., K], to be cast with ``quantizer``.
 
     Delayed scaling reads the fp32 result of plain activations only; that of a gated one is rounded first. The cast of
     blocks that straddle its two halves is not fused. ``with_column_sum``: give :attr:`FusedOutput.column_sum` too.

@@ -61,7 +61,7 @@ def split_rotated(
     interleaved: bool,
     cu_seqlens: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """Queries and keys, turned as by :func:`apply_rotary_pos_emb`, and values, from the heads of all three.
+    """Splits the heads of queries, keys and values, and turns the first two as :func:`apply_rotary_pos_emb` does.
 
     Their gradients become one tensor as they are turned back, with no copy of those of queries and keys.
 
@@ -90,7 +90,7 @@ def split_rotated(
 
 
 class RotateFunction(torch.autograd.Function):
-    """One launch in either direction; its gradient is the rotation back."""
+    """Turns in one launch; the gradient is the rotation back."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
@@ -105,7 +105,7 @@ class RotateFunction(torch.autograd.Function):
 
 
 class SplitRotatedFunction(torch.autograd.Function):
-    """Keeps cosines and sines; backward turns gradients of queries and keys straight into that of all heads."""
+    """Splits and turns heads; backward turns gradients of queries and keys straight into that of all heads."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, sizes: tuple[int, ...], interleaved: bool, *tables: Tensor) -> Any:
@@ -134,18 +134,18 @@ def _rotated(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool 
 
 
 def _in_one_kernel(t: Tensor, *angles: Tensor) -> bool:
-    """Not where a compiler fuses PyTorch's operations itself, nor where more is wanted than a gradient of ``t``."""
+    """Whether one kernel turns: no compiler fuses PyTorch's operations itself, and only ``t`` needs a gradient."""
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return not traced and type(t) in (Tensor, torch.nn.Parameter) and not any(each.requires_grad for each in angles)
 
 
 def _four(t: Tensor) -> Tensor:
-    """[a, b, h, d]; packed tokens are those of one sequence."""
+    """Views ``t`` as [a, b, h, d]; packed tokens are those of one sequence."""
     return t if t.dim() == 4 else t[None]
 
 
 def _of_tokens(table: Tensor, t: Tensor) -> Tensor:
-    """Cosines or sines, which broadcast over ``t``, as [a, b, r]."""
+    """Expands cosines or sines, which broadcast over ``t``, to [a, b, r]."""
     table = table.expand(*t.shape[:-2], 1, -1).squeeze(-2)
     return table if t.dim() == 4 else table[None]
 
@@ -153,7 +153,7 @@ def _of_tokens(table: Tensor, t: Tensor) -> Tensor:
 def _angles(
     t: Tensor, freqs: Tensor, tensor_format: str, start_positions: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """[positions, r] laid out so as to broadcast over ``t``."""
+    """Lays out angles [positions, r] so as to broadcast over ``t``."""
     if cu_seqlens is not None:
         position = attention.positions(cu_seqlens, t.shape[0])
         sequence = attention.sequence_ids(cu_seqlens, t.shape[0])

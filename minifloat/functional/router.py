@@ -1,4 +1,4 @@
-"""Mixtures of experts: which experts a token's router chooses, and rows in the order of their experts and back.
+"""Choice of experts for tokens, and rows in the order of their experts and back.
 
 The host waits for nothing, and nothing is atomic but counts, which are integers: runs repeat to the bit. Of experts
 with equal scores the first ones are chosen, on every device. No row is dropped but what the indices drop: the number of
@@ -27,7 +27,7 @@ _TINY = 1e-20
 
 @dataclass(frozen=True)
 class Selection:
-    """How experts are chosen by their scores; the arguments are those of :class:`~minifloat.TopKRouter`."""
+    """Rule by which experts are chosen; the arguments are those of :class:`~minifloat.TopKRouter`."""
 
     top_k: int
     score_function: ScoreFunction = "softmax"
@@ -38,12 +38,12 @@ class Selection:
     scaling_factor: float = 1.0
 
     def scores(self, logits: Tensor) -> Tensor:
-        """The score function along the last dim."""
+        """Computes the score function along the last dim."""
         return torch.softmax(logits, dim=-1) if self.score_function == "softmax" else torch.sigmoid(logits)
 
 
 class Choice(NamedTuple):
-    """What is chosen, and by what.
+    """Experts that are chosen, and the scores that they are chosen by.
 
     Attributes:
         probabilities: [T, k].
@@ -79,7 +79,7 @@ def choose_experts(logits: Tensor, how: Selection, expert_bias: Tensor | None) -
 
 
 def multiply_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """X W^T of ``x`` [T, H] and ``weight`` [E, H], multiplied in fp32.
+    """Computes X W^T of ``x`` [T, H] and ``weight`` [E, H] in fp32.
 
     A GPU multiplies those of bf16 on tensor cores, whose products of bf16 are exact and whose sums are fp32: within
     2^-16 of the largest logit (fp32 without tensor cores: 2^-19), and in an eighth of the time.
@@ -90,7 +90,7 @@ def multiply_in_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _LogitsFunction(torch.autograd.Function):
-    """X W^T and its gradients, of bf16 matrices in fp32 on tensor cores.
+    """Computes X W^T and its gradients, of bf16 matrices in fp32 on tensor cores.
 
     dY is the sum of two bf16 matrices to 16 bits, twice as many as its products are rounded to at last.
     """
@@ -115,12 +115,12 @@ class _LogitsFunction(torch.autograd.Function):
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Where the k largest of each row are; of equal ones the first, which ``topk`` does not promise."""
+    """Finds the k largest of each row; of equal ones the first, which ``topk`` does not promise."""
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :k].clone()  # or all E are kept for backward
 
 
 def _within_best_groups(candidates: Tensor, how: Selection) -> Tensor:
-    """``candidates`` [T, E], -inf outside of the groups whose two best sum up to the most."""
+    """Sets ``candidates`` [T, E] to -inf outside of the groups whose two best sum up to the most."""
     groups = candidates.view(candidates.shape[0], how.num_groups, candidates.shape[1] // how.num_groups)
     best = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
     among = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _largest(best, how.group_top_k), True)
@@ -128,7 +128,7 @@ def _within_best_groups(candidates: Tensor, how: Selection) -> Tensor:
 
 
 class _Pick(torch.autograd.Function):
-    """``gather`` of columns that differ within a row, whose backward therefore adds nothing up."""
+    """Gathers columns that differ within a row, so that backward adds nothing up."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, indices: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class _Pick(torch.autograd.Function):
 
 
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
-    """How many of ``indices`` each expert is, int64 [E]; -1 is none."""
+    """Counts how many of ``indices`` each expert is, int64 [E]; -1 is none."""
     flat = indices.reshape(-1)
     flat = torch.where(flat < 0, num_experts, flat)
     return flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
@@ -154,7 +154,7 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
 
 
 def load_balancing_loss(scores: Tensor, counts: Tensor, how: Selection, token_mask: Tensor | None) -> Tensor:
-    """``E sum_e f_e P_e``: 1 where experts are used alike, E / k where all tokens go to the same ones.
+    """Computes ``E sum_e f_e P_e``: 1 where experts are used alike, E / k where all tokens go to the same ones.
 
     f_e is the part of all choices that expert e is, which has no gradient, and P_e the mean over tokens of its share in
     the scores of all experts. Switch Transformers (Fedus et al. 2021), for k choices as DeepSeek-V3 (2024) has it.
@@ -170,19 +170,19 @@ def load_balancing_loss(scores: Tensor, counts: Tensor, how: Selection, token_ma
 
 
 def _shares(scores: Tensor, how: Selection) -> Tensor:
-    """Scores of all experts [T, E] that sum up to 1 in each row."""
+    """Scales scores of all experts [T, E] to sum up to 1 in each row."""
     values = scores if how.score_before_top_k else how.scores(scores)
     return values if how.score_function == "softmax" else values / (values.sum(-1, keepdim=True) + _TINY)
 
 
 def z_loss(logits: Tensor, counts: Tensor, how: Selection, token_mask: Tensor | None) -> Tensor:
-    """The mean over tokens of ``logsumexp(logits)^2``, which keeps logits small: ST-MoE (Zoph et al. 2022)."""
+    """Computes the mean over tokens of ``logsumexp(logits)^2``, which keeps logits small: ST-MoE (Zoph et al. 2022)."""
     squares = _of_tokens(logits.logsumexp(-1).square(), token_mask)
     return squares.sum() * how.top_k / counts.sum().clamp(min=1).to(logits.dtype)
 
 
 def _of_tokens(x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """``x`` [T, ...], 0 where a token does not count."""
+    """Sets ``x`` [T, ...] to 0 where a token does not count."""
     if token_mask is None:
         return x
     return torch.where(token_mask.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
@@ -193,7 +193,7 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Routing(NamedTuple):
-    """Where the k choices (slots) of each of T tokens go: :func:`sort_by_expert` makes it. Rows are sorted by expert.
+    """Order of the k choices (slots) of T tokens in rows sorted by expert, as :func:`sort_by_expert` makes it.
 
     Attributes:
         order: int32 [T k], the slot of each row, ``token * k + choice``: a permutation.
@@ -211,7 +211,7 @@ class Routing(NamedTuple):
 
 @checked
 def sort_by_expert(indices: Tensor, num_experts: Size) -> Routing:
-    """The order in which slots of one expert follow each other, tokens in their own order inside of each.
+    """Sorts slots by expert, tokens in their own order inside of each.
 
     Args:
         indices: int [T, k]: the experts of each token, 0 to E - 1, or -1 for a dropped slot: it comes after all experts
@@ -256,7 +256,7 @@ def route(indices: Tensor, num_experts: int, layer: object = "sort_by_expert") -
 
 @checked
 def permute(x: Tensor, routing: Routing) -> Tensor:
-    """Tokens ``x`` [T, H] as rows [T k, H] sorted by expert; the rows after those of all experts are 0.
+    """Puts tokens ``x`` [T, H] into rows [T k, H] sorted by expert; the rows after those of all experts are 0.
 
     The gradient of a token is the sum over its k rows, in the order of its slots, in fp32, rounded once.
 
@@ -269,7 +269,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
 
 @checked
 def unpermute(y: Tensor, routing: Routing, probabilities: Tensor | None = None) -> Tensor:
-    """Rows ``y`` [T k, H] as tokens [T, H]: the sum of the k rows of each, times their probabilities if there are any.
+    """Adds up the k rows of each token, ``y`` [T k, H] to [T, H], times their probabilities if there are any.
 
     Products and sums are of fp32, in the order of the slots, and rounded once; so are the gradients, which are 0 for
     dropped slots, whatever ``y`` is there. Those of probabilities are computed and returned in fp32.
@@ -290,7 +290,7 @@ def unpermute(y: Tensor, routing: Routing, probabilities: Tensor | None = None) 
 
 @checked
 def permute_probabilities(probabilities: Tensor, routing: Routing) -> Tensor:
-    """Probabilities [T, k] in the order of rows, fp32 [T k]; the gradient of a slot is that of its row.
+    """Puts probabilities [T, k] into the order of rows, fp32 [T k]; the gradient of a slot is that of its row.
 
     Raises:
         TypeError, ValueError: ``probabilities`` is not [T, k] of floating-point numbers.
@@ -317,7 +317,7 @@ def _check_rows(function: str, name: str, x: Tensor, rows: int, symbol: str) -> 
 
 
 class PermuteFunction(torch.autograd.Function):
-    """Tokens to rows, or ``back``: each the gradient of the other. Keeps the routing alone."""
+    """Puts tokens into rows, or ``back``: each the gradient of the other. Keeps the routing alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inverse: Tensor, offsets: Tensor, back: bool) -> Tensor:
@@ -332,7 +332,7 @@ class PermuteFunction(torch.autograd.Function):
 
 
 class WeightedUnpermuteFunction(torch.autograd.Function):
-    """Keeps the routing and the probabilities, and ``y`` if these need a gradient."""
+    """Adds up weighted rows. Keeps the routing and the probabilities, and ``y`` if these need a gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, probabilities: Tensor, inverse: Tensor, offsets: Tensor) -> Tensor:
@@ -350,7 +350,7 @@ class WeightedUnpermuteFunction(torch.autograd.Function):
 
 
 class PermuteProbabilitiesFunction(torch.autograd.Function):
-    """Both directions read by index, so that nothing is summed."""
+    """Permutes probabilities. Both directions read by index, so that nothing is summed."""
 
     @staticmethod
     def forward(ctx: Any, probabilities: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def _capture(
 
 
 def _one_each(kwargs: Any, several: bool, count: int) -> list[Mapping[str, Any]]:
-    """The keyword arguments of each module."""
+    """Lists the keyword arguments of each module."""
     if kwargs is None:
         return [{}] * count
     listed = list(kwargs) if several else [kwargs]

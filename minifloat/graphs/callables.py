@@ -1,4 +1,4 @@
-"""A module's forward and backward as CUDA graphs."""
+"""``GraphedCallable``: a module's forward and backward as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from minifloat.tensor.base import versions
 
 
 class WeightCache:
-    """The casts of one module's weights, which the graph of its first microbatch makes, or skips by a flag."""
+    """Casts of one module's weights, which the graph of its first microbatch makes, or skips by a flag."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.layers = [each for each in module.modules() if isinstance(each, LinearState)]
@@ -35,7 +35,7 @@ class WeightCache:
         self.held: list[Any] = []
 
     def choose(self, first: bool | None) -> None:
-        """Before a replay: casts, unless this is not the first microbatch and the weights are as they were."""
+        """Sets the flag before a replay: cast, but for a later microbatch whose weights are as they were."""
         weights = tuple(layer._weight(name) for layer in self.layers for name in layer._weight_names)
         now = versions(weights)
         skipping = first is False and now == self.versions
@@ -46,7 +46,7 @@ class WeightCache:
 
     @contextmanager
     def casting(self) -> Iterator[None]:
-        """Casts inside are those that the flag skips."""
+        """Lets the flag skip the casts inside."""
         for layer in self.layers:
             layer._skip_weight_cast = self.skip
         try:
@@ -61,7 +61,7 @@ class WeightCache:
 
 
 class GraphedCallable:
-    """One module's graphs for one microbatch: called as the module's forward, whose results it gives bit for bit.
+    """Graphs of one module for one microbatch: called as the module's forward, whose results it gives bit for bit.
 
     Outputs and gradients of inputs are in memory that the next call overwrites.
 
@@ -102,7 +102,7 @@ class GraphedCallable:
     # ---- capture ----
 
     def warm_up(self, iterations: int, allow_unused_input: bool) -> None:
-        """Forward and backward as they will be captured, which leave gradients alone.
+        """Runs forward and backward as they will be captured, which leave gradients alone.
 
         Raises:
             ValueError: an input's gradient is None; the output is quantized.
@@ -141,7 +141,7 @@ class GraphedCallable:
             self.gradients = captured_by.capture(lambda: self._gradients(self.given))
 
     def _run(self) -> list[Any]:
-        """The outputs, flat, without their autograd graph, which is left in ``attached``."""
+        """Runs the forward: outputs, flat, without their autograd graph, which is left in ``attached``."""
         args, kwargs = tree_unflatten(self.leaves, self.spec)
         first = self.cache is not None and self.microbatch == 0
         casting = self.cache.casting() if self.cache is not None and first else nullcontext()
@@ -227,7 +227,7 @@ class GraphedCallable:
                 )
 
     def _filled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments, flat; their values are where the graph reads them."""
+        """Copies the arguments to where the graph reads them; returns them flat."""
         given, spec = tree_flatten((tuple(args), dict(kwargs)))
         if spec != self.spec:
             raise TypeError(f"{self.label}: the arguments are nested otherwise than sample_args and sample_kwargs")
@@ -249,7 +249,7 @@ class GraphedCallable:
 
 
 class _Run:
-    """One call of a :class:`GraphedCallable`: what delayed scaling and main_grad need to know of it."""
+    """Call of a :class:`GraphedCallable`, and what delayed scaling and main_grad need to know of it."""
 
     def __init__(self, of: GraphedCallable, first: bool) -> None:
         self.of, self.first = of, first
@@ -297,7 +297,7 @@ class _Run:
 
 
 class _Replay(torch.autograd.Function):
-    """Forward and backward of a :class:`GraphedCallable`."""
+    """Replays forward and backward of a :class:`GraphedCallable`."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""One CUDA graph, and what captures of modules need: state left as it was, the order of graphs in a pool."""
+"""Captures one CUDA graph, leaves the state of modules as it was, and keeps the order of graphs in a pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A graph that is found to be garbage and destroyed while another is captured breaks the capture."""
+    """Stops garbage collection: a graph that is destroyed while another is captured breaks the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -33,7 +33,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 class CaptureStream:
-    """A stream of its own, for warm-ups and captures."""
+    """Stream of warm-ups and captures."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -66,7 +66,7 @@ class Graph:
         self.graph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], T]) -> T:
-        """The result of ``function``, whose tensors have no values before the first replay, and new ones after each.
+        """Captures ``function``; its result has no values before the first replay, and new ones after each.
 
         Its backward runs in this thread. Other threads may use the GPU meanwhile.
 
@@ -107,7 +107,7 @@ _NOTED = {"_weight_cache", "router_loss", "expert_counts", "main_grad_is_old", "
 
 
 def fused_weights(module: nn.Module) -> list[Any]:
-    """The weights whose gradients backward adds to ``main_grad``."""
+    """Lists the weights whose gradients backward adds to ``main_grad``."""
     layers = [each for each in module.modules() if isinstance(each, LinearState) and each.fuse_wgrad_accumulation]
     weights = [layer._weight(name) for layer in layers for name in layer._weight_names]
     return list({id(weight): weight for weight in weights if weight.requires_grad}.values())
@@ -115,7 +115,7 @@ def fused_weights(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Afterwards buffers, amax histories, cached weights, random numbers and flags of main_grad are as before.
+    """Restores buffers, amax histories, cached weights, random numbers and flags of main_grad afterwards.
 
     Gradients are not looked at: use ``torch.autograd.grad``, and :func:`scratch_main_grads`.
     """
@@ -163,7 +163,7 @@ def _is_held(leaf: Tensor) -> bool:
 
 @torch.no_grad()
 def _restore_buffers(module: nn.Module, saved: dict[str, Tensor | None]) -> None:
-    """Buffers stay the same tensors; a history that a recipe has cut or made longer stays so."""
+    """Writes saved values to the same tensors; a history that a recipe has cut or made longer stays so."""
     for name, before in saved.items():
         buffer = module._buffers[name]
         if buffer is None or before is None:
@@ -177,7 +177,7 @@ def _restore_buffers(module: nn.Module, saved: dict[str, Tensor | None]) -> None
 
 @contextmanager
 def scratch_main_grads(weights: Sequence[Any]) -> Iterator[None]:
-    """Backward adds to other memory than ``main_grad``, one for all weights."""
+    """Lets backward add to other memory than ``main_grad``, one for all weights."""
     before = [weight.main_grad for weight in weights]
     most = {dtype: max(grad.numel() for grad in before if grad.dtype == dtype) for dtype in {g.dtype for g in before}}
     scratch = {dtype: torch.zeros(most[dtype], dtype=dtype, device=before[0].device) for dtype in most}
@@ -191,7 +191,7 @@ def scratch_main_grads(weights: Sequence[Any]) -> Iterator[None]:
 
 
 class Step(NamedTuple):
-    """The forward or the backward of one microbatch through one module."""
+    """Forward or backward of one microbatch through one module."""
 
     module: int
     microbatch: int
@@ -199,7 +199,7 @@ class Step(NamedTuple):
 
 
 def steps_of(order: Sequence[int] | None, modules: int) -> list[Step]:
-    """The steps of an ``_order`` as :func:`make_graphed_callables` takes it; None: all forwards, then all backwards.
+    """Lists the steps of an ``_order`` of :func:`make_graphed_callables`; None: all forwards, then all backwards.
 
     Raises:
         ValueError: a number names no module, a backward comes before its forward, or modules differ in microbatches.
@@ -236,14 +236,14 @@ class Progress:
         self.round = 0
 
     def forward(self, place: int) -> int:
-        """A forward runs; returns the round that it is part of: one that comes a second time begins another."""
+        """Notes a forward; returns the round that it is part of: one that comes a second time begins another."""
         if place <= self.latest:
             self.round += 1
         self.latest = place
         return self.round
 
     def backward(self, place: int, round_: int, label: str) -> None:
-        """A backward runs, of a forward of ``round_``.
+        """Notes a backward, of a forward of ``round_``.
 
         Raises:
             RuntimeError: what the forward saved has been overwritten.
@@ -276,9 +276,9 @@ class SharedWeights:
 
     @contextmanager
     def in_graph(self, collected: dict[Tensor, Tensor] | None = None) -> Iterator[None]:
-        """Inside, a capture or its warm-up finishes what it starts.
+        """Lets a capture or its warm-up inside finish what it starts.
 
-        That of a forward casts; ``collected``: that of a backward puts there the gradients that autograd adds.
+        A forward casts; ``collected``: a backward puts there the gradients that autograd adds.
         """
         self.drain()
         for queue in self.queues:
@@ -298,7 +298,7 @@ class SharedWeights:
     def gradients(
         self, targets: Sequence[Tensor], compute: Callable[[list[Tensor]], Sequence[Tensor | None]]
     ) -> list[Tensor | None]:
-        """The gradients of ``targets``; ``compute``: gives those that autograd sees."""
+        """Computes the gradients of ``targets``; ``compute``: gives those that autograd sees."""
         leaves = [each.leaf for each in self.weights if each.leaf is not None and each.leaf.requires_grad]
         collected: dict[Tensor, Tensor] = {}
         with self.in_graph(collected):

@@ -1,4 +1,4 @@
-"""Gradients where backward left them, of sharded models too: their norm, and clipping by it."""
+"""Norm of gradients where backward left them, of sharded models too, and clipping by it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MaxNorm = Annotated[float, Accepts("a number of at least 0, or infinity,", lambd
 
 
 def gradient(p: Tensor) -> Tensor | None:
-    """``main_grad`` and ``grad``, where backward has put something into them."""
+    """Returns the gradient: ``main_grad`` and ``grad``, where backward has put something into them."""
     if not getattr(p, "grad_added_to_main_grad", False):
         return p.grad
     main_grad: Tensor = p.main_grad  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def gradient(p: Tensor) -> Tensor | None:
 def gradient_norm(
     parameters: Tensor | Iterable[Tensor], tp_group: Group | ProcessGroup | DeviceMesh | None = None
 ) -> Tensor:
-    """The 2-norm of the gradients of the whole model, each parameter counted once, wherever it is sharded; fp32 scalar.
+    """Computes the 2-norm of the whole model's gradients, each parameter counted once, wherever it is sharded.
 
     Parameters that say ``tensor_model_parallel`` are parts, each of which counts; all others are the same on the ranks
     of ``tp_group``, and count once. Those that say ``etp_group`` are parts over that group, and may be tensor-parallel
@@ -94,7 +94,7 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _norms_of_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The norms, fp32, of gradients that tensor-parallel ranks all have, and of their parts; over each etp_group."""
+    """Computes fp32 norms of gradients that tensor-parallel ranks all have, and of their parts; over each etp_group."""
     by_group: dict[Group, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for p in parameters:
         grad = gradient(p)
@@ -119,7 +119,7 @@ def _gathered(norms: Tensor, group: Group) -> Tensor:
 
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norms, fp32, of those of each place; of DTensors as a whole."""
+    """Computes fp32 2-norms, of those of each place together; of DTensors as a whole."""
     return [_norms_of_dtensors(alike) if is_dtensor(alike[0]) else _local_norms(alike) for alike in _by_place(grads)]
 
 
@@ -128,7 +128,7 @@ def _local_norms(grads: list[Tensor]) -> Tensor:
 
 
 def _norms_of_dtensors(grads: Sequence[Any]) -> Tensor:
-    """Of DTensors of one mesh and one placement; their own ``_foreach_norm`` has no dtype from PyTorch 2.14 on."""
+    """Computes norms of DTensors of one placement; ``_foreach_norm`` has no dtype there from PyTorch 2.14 on."""
     mesh, placements = grads[0].device_mesh, grads[0].placements
     if any(each.is_partial() for each in placements):
         return _local_norms([grad.full_tensor() for grad in grads])
@@ -140,7 +140,7 @@ def _norms_of_dtensors(grads: Sequence[Any]) -> Tensor:
 
 
 def _by_place(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Together what is on the same device, DTensors of the same mesh and placements."""
+    """Groups what is on the same device, DTensors of the same mesh and placements."""
     places: dict[Any, list[Tensor]] = defaultdict(list)
     for grad in grads:
         places[grad.device, getattr(grad, "device_mesh", None), getattr(grad, "placements", None)].append(grad)

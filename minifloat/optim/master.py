@@ -1,4 +1,4 @@
-"""The fp32 value of one low-precision parameter: whole, or as the parameter's own bf16 bits and 16 bits more."""
+"""Master weights of one low-precision parameter: fp32, or the parameter's own bf16 bits and 16 bits more."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KEYS = ("master", "remainder")
 
 
 def is_low_precision(p: Tensor) -> bool:
-    """``p`` is quantized, bf16 or fp16: too coarse for an optimizer to step it."""
+    """Whether ``p`` is quantized, bf16 or fp16: too coarse for an optimizer to step it."""
     return isinstance(own_rows(p), QuantizedTensor) or p.dtype in (torch.bfloat16, torch.float16)
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 ``values`` as the nearest bf16 and an int16 remainder, from which :func:`join` makes the same 32 bits.
+    """Splits fp32 ``values`` into the nearest bf16 and an int16 remainder; :func:`join` makes the same 32 bits.
 
     The remainder is the distance between the two as bit patterns, ``values - (high << 16)``. Half-way cases are rounded
     away from zero, by adding half a step to the bits: each bf16 then stands for 2^16 values, as many as an int16 has.
@@ -36,7 +36,7 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 values that :func:`split` took apart.
+    """Joins what :func:`split` took apart to the fp32 values.
 
     A pair that it never gives makes values of another ``high``: (+-0, a negative remainder) is a NaN.
     """
@@ -44,7 +44,7 @@ def join(high: Tensor, remainder: Tensor) -> Tensor:
 
 
 class Master:
-    """The master weights of one parameter, in its shape and on its device.
+    """Master weights of one parameter, in its shape and on its device.
 
     Attributes:
         param: the low-precision parameter.
@@ -69,15 +69,15 @@ class Master:
 
     @property
     def rows(self) -> Tensor:
-        """The parameter, or what this rank has of it."""
+        """Parameter, or what this rank has of it."""
         return own_rows(self.param)
 
     def mark_written(self) -> None:
-        """The parameter as it is now follows from these values."""
+        """Notes that the parameter as it is now follows from these values."""
         self._version: int | None = _version(self.param)
 
     def mark_unknown(self) -> None:
-        """The parameter may hold anything: :meth:`follow` has to look."""
+        """Notes that the parameter may hold anything: :meth:`follow` has to look."""
         self._version = None
 
     def load(self) -> None:
@@ -132,7 +132,7 @@ class Master:
         return same
 
     def is_written(self) -> bool:
-        """The parameter holds the rounded master under a delayed scale, which that of its next cast may differ from.
+        """Whether the parameter holds the rounded master under a delayed scale other than that of its next cast.
 
         A collective of the ranks that shard it: all of them write, or none does, for their codes have one scale.
         """
@@ -143,13 +143,13 @@ class Master:
         return not bool(all_reduce_max([differs], Group.of(rows.amax_group))[0])
 
     def state(self) -> dict[str, Tensor]:
-        """Entries of a state dict."""
+        """Returns the entries of a state dict."""
         if self.remainder is not None:
             return {"remainder": self.remainder}
         return {"master": self.values.detach()}
 
     def check(self, saved: Mapping[str, Any], index: int) -> None:
-        """Raises a ValueError if :meth:`restore` could not take ``saved``, the state of parameter number ``index``."""
+        """Checks that :meth:`restore` can take ``saved``, the state of parameter number ``index``."""
         wanted, other = KEYS if self.remainder is None else KEYS[::-1]
         if wanted not in saved:
             raise ValueError(
@@ -186,7 +186,7 @@ def write(masters: Sequence[Master]) -> None:
 
 
 def _scale_of_codes(t: Tensor) -> Tensor | None:
-    """The delayed scale that ``t`` was cast with, which its ``scale`` has left behind since; None in other formats."""
+    """Returns the delayed scale that ``t`` was cast with, not its ``scale`` of now; None in other formats."""
     operands = t._operands if isinstance(t, QuantizedTensor) else ()
     for operand in operands:
         if operand is not None and operand.format.scale_rule == "given" and operand.scale_inv is not None:
@@ -208,7 +208,7 @@ def _version(p: Tensor) -> int:
 
 @torch.no_grad()
 def _initial_values(param: Tensor) -> Tensor:
-    """The values before the first cast where the parameter has kept them, which it then forgets; else its own."""
+    """Returns the values before the first cast where the parameter has kept them, which it forgets; else its own."""
     rows = own_rows(param)
     if not isinstance(rows, QuantizedTensor):
         return _exact(param.detach())

@@ -1,4 +1,4 @@
-"""Master weights around any optimizer: it steps fp32 copies, and the model's parameters are rounded from those."""
+"""``MasterWeights`` around any optimizer: it steps fp32 copies, from which the model's parameters are rounded."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class MasterWeights(torch.optim.Optimizer):
     # ---- step ----
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the inner optimizer, and the parameters that follow from it.
+        """Steps the inner optimizer, and rounds the parameters that follow from it.
 
         Raises:
             ValueError: a parameter has moved to another device, or ``GradScaler`` is used with ``main_grad``.
@@ -172,7 +172,7 @@ class MasterWeights(torch.optim.Optimizer):
         return [master for master in self._masters.values() if master.values.grad is not None]
 
     def _reevaluation(self, closure: Callable[[], Any], gradients: _SteppedGradients) -> Callable[[], Any]:
-        """The closure as the inner optimizer may call it several times: at the parameters of its latest masters."""
+        """Wraps the closure for an inner optimizer that calls it often: at the parameters of its latest masters."""
 
         def evaluate() -> Any:
             with torch.no_grad():
@@ -242,7 +242,7 @@ class MasterWeights(torch.optim.Optimizer):
             post_hook(self)
 
     def _by_parameter(self, state_dict: dict[str, Any]) -> dict[Tensor, dict[str, Any]]:
-        """The state of each parameter, checked. Those that trained when it was saved get a master, if they have none.
+        """Checks the state of each parameter. Those that trained when it was saved get a master if they have none.
 
         Those that did not, and train now, keep the master that they have.
         """
@@ -284,7 +284,7 @@ class MasterWeights(torch.optim.Optimizer):
 
 
 class _SteppedGradients:
-    """The gradients of a step, given to what the inner optimizer steps; those of the parameters stay as they are."""
+    """Gradients of a step, given to what the inner optimizer steps; those of the parameters stay as they are."""
 
     def __init__(self, params: list[Tensor], masters: dict[Tensor, Master], grad_scale: Tensor | None) -> None:
         self._params = params
@@ -316,7 +316,7 @@ class _SteppedGradients:
 
 
 def _is_noop_step(group: dict[str, Any]) -> bool:
-    """A step changes no master, such as the one that PyTorch makes for an optimizer to have state to be loaded.
+    """Whether a step changes no master, such as the one by which PyTorch gives an optimizer state to be loaded.
 
     Writing parameters then would cast them anew, with another delayed scale than their codes have been loaded with.
     """

@@ -1,4 +1,4 @@
-"""Recipes by name: which format each tensor of a layer takes, and how its GEMMs accumulate. Frozen values.
+"""Recipes, frozen values: which format each tensor of a layer takes, and how its GEMMs accumulate.
 
 Names, fields and defaults are those of Transformer Engine; what it reads from environment variables are arguments here.
 A recipe answers one question, :meth:`Recipe.quantizer`: how is the tensor of this role quantized?
@@ -55,7 +55,7 @@ OwnRecipe = Recipe | Literal["none"] | None
 
 
 def named(name: str) -> Recipe:
-    """The recipe of this short name with its default options.
+    """Returns the recipe of this short name with its default options.
 
     Raises:
         ValueError: there is none; the message lists those there are.
@@ -66,7 +66,7 @@ def named(name: str) -> Recipe:
 
 
 def from_dict(values: Mapping[str, Any], callables: Mapping[str, Callable[..., Any]] | None = None) -> Recipe:
-    """The recipe that :meth:`Recipe.to_dict` wrote down. Nothing that the dict says is imported or run.
+    """Reads the recipe that :meth:`Recipe.to_dict` wrote down. Nothing that the dict says is imported or run.
 
     Args:
         callables: the functions that the dict may name, by those names: ``{"factories:by_role": by_role}``.
@@ -125,7 +125,7 @@ def own_recipe(recipe: RecipeLike | None) -> OwnRecipe:
 
 
 def as_recipe(recipe: RecipeLike) -> Recipe:
-    """``recipe``, looked up by :func:`named` if it is a string.
+    """Returns ``recipe``, looked up by :func:`named` if it is a string.
 
     Raises:
         TypeError: it is neither.

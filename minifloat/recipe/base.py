@@ -1,4 +1,4 @@
-"""Roles and options of recipes, their base class, and those of no fixed format: delayed scaling, a factory's."""
+"""Base class, roles and options of recipes; ``DelayedScaling`` and ``CustomRecipe``, whose formats are not fixed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TensorType = Annotated[str, Accepts(f"one of {', '.join(_TENSORS)}", lambda valu
 
 
 class ElementPair(Enum):
-    """The elements of a recipe's forward and backward tensors; Transformer Engine calls it Format."""
+    """Elements of a recipe's forward and backward tensors; Transformer Engine calls it Format."""
 
     E2M1 = "e2m1", "e2m1"
     E4M3 = "e4m3", "e4m3"
@@ -54,12 +54,12 @@ FAST, SPLIT = MMParams(use_split_accumulator=False), MMParams(use_split_accumula
 
 
 def fast() -> MMParams:
-    """The default of a field, by a factory: Dynamo does not know an object that is the default of an argument."""
+    """Gives the default of a field, by a factory: Dynamo does not know an object that is an argument's default."""
     return FAST
 
 
 def split() -> MMParams:
-    """The other default, by a factory likewise."""
+    """Gives the other default, by a factory likewise."""
     return SPLIT
 
 
@@ -108,15 +108,15 @@ class Recipe:
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself, as of any immutable value: a copied model keeps the plans that it made for it."""
+        """Returns itself, an immutable value: a copied model keeps the plans that it made for it."""
         return self
 
     def resolve(self, role: QuantizerRole) -> tuple[Quantizer, DelayedScaling | None]:
-        """The role's quantizer, and the recipe that keeps its amax history where it has one."""
+        """Returns the role's quantizer, and the recipe that keeps its amax history where it has one."""
         return self.quantizer(role), None
 
     def expected_gemms(self) -> dict[str, tuple[str, str]]:
-        """Format names of the two operands of each GEMM that a linear layer runs under this recipe."""
+        """Names the formats of the two operands of each GEMM that a linear layer runs under this recipe."""
         x, w, dy = (self.quantizer(QuantizerRole("linear", kind)) for kind in ("input", "weight", "grad_output"))
         fprop = x.row_format.spec, w.row_format.spec
         if self.backward_override is not None:
@@ -128,7 +128,7 @@ class Recipe:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """A plain dict of strings, numbers and dicts, which :func:`from_dict` reads back; functions are their names."""
+        """Writes strings, numbers and dicts, which :func:`from_dict` reads back; functions are their names."""
         return {"recipe": type(self).__name__} | {f.name: plain(getattr(self, f.name), f.name) for f in fields(self)}  # type: ignore[arg-type]
 
     def _check(self, fp8_format: ElementPair | None = None, /, **unused: str) -> None:
@@ -256,7 +256,7 @@ class DelayedScalingRequest:
 @checked
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
-    """A factory decides for each role: one layer or one operand gets another format, or none.
+    """Recipe whose factory decides for each role: one layer or one operand gets another format, or none.
 
     Args:
         qfactory: called with a :class:`QuantizerRole`, once for each role of a module and recipe object (in compiled
@@ -304,7 +304,7 @@ class CustomRecipe(Recipe):
 
 
 def equal_in_graph(known: Recipe, recipe: Recipe) -> bool:
-    """``known == recipe`` in traced code, where factories have no ``==``, and those of ``partial`` not even ``is``."""
+    """Compares recipes in traced code, where factories have no ``==``, and those of ``partial`` not even ``is``."""
     if known is recipe or not (isinstance(known, CustomRecipe) and isinstance(recipe, CustomRecipe)):
         return known is recipe or known == recipe
     if isinstance(known.qfactory, partial) or isinstance(recipe.qfactory, partial):

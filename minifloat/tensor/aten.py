@@ -1,4 +1,4 @@
-"""PyTorch's operations on a :class:`~minifloat.tensor.QuantizedTensor`: one handler for each that is known."""
+"""Handlers of PyTorch's operations on a :class:`~minifloat.tensor.QuantizedTensor`."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _new_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @_handles(READS, "new_empty new_zeros")
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Zeros of the requested shape, quantized as this tensor would be; ``new_empty`` too, where any codes will do."""
+    """Makes zeros of the requested shape, quantized as this tensor; ``new_empty`` too, where any codes will do."""
     t, size = args
     if not _keeps_form(t, kwargs) or len(size) == 0:
         return on_values(func, args, kwargs)
@@ -114,7 +114,7 @@ def _pin_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _keeps_form(t: QuantizedTensor, kwargs: dict[str, Any]) -> bool:
-    """The keyword arguments of a factory ask for nothing that operands cannot be."""
+    """Whether the keyword arguments of a factory ask for nothing that operands cannot be."""
     layout, memory_format = kwargs.get("layout"), kwargs.get("memory_format")
     return (
         kwargs.get("dtype") in (None, t.dtype)

@@ -1,4 +1,4 @@
-"""Operands in a tensor: what reads, writes and casts them, many at once, and which operations of PyTorch know them."""
+"""``CodedTensor``: storage of quantized tensors, their reads, writes and casts, and the dispatch of operations."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from minifloat.tensor import operand_ops
 
 
 class Gatherer(Protocol):
-    """Gathers a tensor from the shards of other ranks, one orientation at a time, as FSDP2's hooks do."""
+    """Gatherer of a tensor from the shards of other ranks, one orientation at a time, as FSDP2's hooks do."""
 
     def fetch(self, *dims: int) -> None:
-        """Sees to it that the operands that serve ``dims`` are there; a collective."""
+        """Fetches the operands that serve ``dims``, where they are not there; a collective."""
 
     def fetch_for(self, quantizer: Quantizer, label: str) -> None:
         """Fetches for a call of the layer ``label``, which reads what ``quantizer`` gives."""
@@ -74,7 +74,7 @@ class CodedTensor(torch.Tensor):
 
     @property
     def amax_group(self) -> dist.ProcessGroup | None:
-        """The ranks that it reduces its amax with."""
+        """Ranks that it reduces its amax with."""
         return None if self._group is None else group_of_name(self._group)
 
     @amax_group.setter
@@ -83,12 +83,12 @@ class CodedTensor(torch.Tensor):
 
     @property
     def holds_own_matrix(self) -> bool:
-        """The operands are those of this very matrix, not of one that this is a transposed or reshaped view of."""
+        """Whether the operands are those of this matrix, not of one that this is a transposed or reshaped view of."""
         return self.is_contiguous() and matrix_shape(self.shape) == self._operands.any.shape
 
     @property
     def operands(self) -> Quantized:
-        """The rowwise and columnwise operand, [M, K] each: the same object twice if one serves both, None if dropped.
+        """Rowwise and columnwise operand, [M, K] each: the same object twice if one serves both, None if dropped.
 
         Raises:
             ValueError: this is a transposed or reshaped view, whose operands are those of another matrix.
@@ -114,22 +114,22 @@ class CodedTensor(torch.Tensor):
         return values.contiguous().as_strided(self.shape, self.stride())
 
     def _gathered(self) -> Quantized:
-        """The operands, all of which have their memory."""
+        """Fetches the memory of all operands, and returns them."""
         if self.gatherer is not None:
             dims = zip((ROWWISE, COLUMNWISE), self._operands, strict=True)
             self.gatherer.fetch(*[dim for dim, operand in dims if operand])
         return self._operands
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Every tensor inside, by the name of its attribute."""
+        """Lists every tensor inside, by the name of its attribute."""
         return operand_ops.buffers(self._operands) | ({} if self.scale is None else {"scale": self.scale})
 
     def data_ptr(self) -> int:
-        """0, by which PyTorch's Python code knows a tensor without memory of its own; to C++ code it raises."""
+        """Returns 0, by which PyTorch's Python code knows a tensor without memory of its own; to C++ code it raises."""
         return 0
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """PyTorch's, whose address, for which safetensors asks, is an error that names the way out."""
+        """Returns PyTorch's storage, whose address, for which safetensors asks, is an error that names the way out."""
         storage = super().untyped_storage()
         storage.data_ptr = partial(_refuse_to_save, self._whose)  # type: ignore[method-assign]
         return storage
@@ -147,13 +147,13 @@ class CodedTensor(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Codes and scales are in shared memory."""
+        """Whether codes and scales are in shared memory."""
         return all(buffer.is_shared() for buffer in self._buffers().values())
 
     # ---- writes ----
 
     def _as_matrix(self, values: Tensor) -> Tensor:
-        """Values that broadcast to the logical shape, as the [M, K] that the operands are of."""
+        """Reshapes values that broadcast to the logical shape to the [M, K] that the operands are of."""
         values = values.to(self.device, values.dtype if values.dtype in DTYPES else self.dtype).expand(self.shape)
         rows, cols = self._operands.any.shape
         if self.is_contiguous():
@@ -178,7 +178,7 @@ class CodedTensor(torch.Tensor):
         count_writes(buffer for buffer in (*written, *self._wholes) if not buffer.is_inference())
 
     def _same_form(self, other: CodedTensor) -> bool:
-        """The operands of ``other`` can be copied as they are."""
+        """Whether the operands of ``other`` can be copied as they are."""
         return (
             self.quantizer.same_formats(other.quantizer)
             and self._operands.any.shape == other._operands.any.shape
@@ -205,7 +205,7 @@ def _refuse_to_save(whose: str) -> int:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(M, K) of a tensor of ``shape``."""
+    """Returns (M, K) of a tensor of ``shape``."""
     rows = 1
     for size in shape[:-1]:
         rows *= size
@@ -263,7 +263,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """All that the operation's schema says it writes to, lists taken apart."""
+    """Lists what the operation's schema says it writes to, lists taken apart."""
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
@@ -384,7 +384,7 @@ _hooks: list[Any] = []
 
 
 def count_steps(parameters: Iterable[Any]) -> None:
-    """Raise the versions of ``parameters`` at each later step of an optimizer: PyTorch's fused kernels do not.
+    """Raises the versions of ``parameters`` at each later step of an optimizer: PyTorch's fused kernels do not.
 
     Whoever keeps what was cast of a parameter reads its version. An optimizer that counts what it writes has a true
     ``counts_its_writes``.

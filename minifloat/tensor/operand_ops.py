@@ -1,4 +1,4 @@
-"""Operands of a :class:`~minifloat.tensor.QuantizedTensor`: cutting rows, storing, describing as plain data."""
+"""Functions of a :class:`~minifloat.tensor.QuantizedTensor`'s operands: cut rows, store, describe as plain data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUFFERS = ("codes", "scale_inv", "amax")
 
 
 def each(operands: Quantized, function: Callable[[Operand], Operand]) -> Quantized:
-    """``function`` of every operand; one that fills both places still does."""
+    """Applies ``function`` to every operand; one that fills both places still does."""
     rowwise, columnwise = operands
     row = None if rowwise is None else function(rowwise)
     if columnwise is None or columnwise is rowwise:
@@ -27,20 +27,20 @@ def each(operands: Quantized, function: Callable[[Operand], Operand]) -> Quantiz
 
 
 def distinct(operands: Quantized) -> dict[str, Operand]:
-    """Operands by the place they fill; one that fills both is listed once, as rowwise."""
+    """Lists operands by the place they fill; one that fills both once, as rowwise."""
     shared = operands.rowwise is operands.columnwise
     slots = zip(SLOTS[:1] if shared else SLOTS, operands, strict=False)
     return {slot: operand for slot, operand in slots if operand is not None}
 
 
 def buffers(operands: Quantized) -> dict[str, Tensor]:
-    """The tensors of the operands, called ``rowwise_codes`` and so on."""
+    """Lists the tensors of the operands, called ``rowwise_codes`` and so on."""
     named = {f"{slot}_{name}": getattr(o, name) for slot, o in distinct(operands).items() for name in BUFFERS}
     return {name: buffer for name, buffer in named.items() if buffer is not None}
 
 
 def map_buffers(operand: Operand, function: Callable[[Tensor], Tensor]) -> Operand:
-    """The operand with ``function`` of each of its tensors."""
+    """Applies ``function`` to each tensor of an operand."""
     scale_inv, amax = (None if t is None else function(t) for t in (operand.scale_inv, operand.amax))
     return operand._replace(codes=function(operand.codes), scale_inv=scale_inv, amax=amax)
 
@@ -64,7 +64,7 @@ def refuse_data_pointer(t: Tensor, message: str = _NO_MEMORY) -> None:
 
 
 def cut(operands: Quantized, begin: int, end: int) -> Quantized | None:
-    """Rows ``begin`` to ``end`` as views of the operands' tensors, or None where that would break blocks."""
+    """Cuts rows ``begin`` to ``end`` out as views of the operands' tensors; None where that would break blocks."""
     for operand in distinct(operands).values():
         unit = unit_rows(operand.format, operand.dim)
         if begin % unit or (end % unit and end != operand.shape[0]):
@@ -85,7 +85,7 @@ def _cut(operand: Operand, begin: int, end: int) -> Operand:
 
 
 def left_out(operand: Operand, begin: int, end: int) -> tuple[Tensor, ...]:
-    """The codes of other rows, if a scale spans them and rows ``begin`` to ``end``."""
+    """Lists the codes of other rows, if a scale spans them and rows ``begin`` to ``end``."""
     if not shared_levels(operand):
         return ()
     return operand.codes[: _code_rows(operand, begin)], operand.codes[_code_rows(operand, end) :]
@@ -98,14 +98,14 @@ def _code_rows(operand: Operand, row: int) -> int:
 
 
 def shared_levels(operand: Operand) -> tuple[Tensor, ...]:
-    """Scales that every row of the operand shares: the one scale of a tensor, or the amax above block scales."""
+    """Lists scales that every row of the operand shares: a tensor's one scale, or the amax above block scales."""
     fmt = operand.format
     level = operand.amax if fmt.scale_rule == "two_level" else None if fmt.block else operand.scale_inv
     return () if level is None or (fmt.amax_per_row and operand.dim == ROWWISE) else (level,)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """The elements fill a range of memory, each of it once, in whichever order."""
+    """Whether the elements fill a range of memory, each of it once, in whichever order."""
     expected = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size == 0:
@@ -145,7 +145,7 @@ def store(target: Quantized, source: Quantized, outside: Sequence[Tensor], noop_
 
 
 def describe(quantizer: Quantizer, operands: Quantized, shape: tuple[int, int] | None = None) -> tuple[Any, ...]:
-    """All but the tensors, in strings, numbers and tuples; :func:`restore` reads it.
+    """Describes all but the tensors in strings, numbers and tuples; :func:`restore` reads it.
 
     ``shape``: a matrix shape that is known to who reads it, and may be a symbol to a compiler; it is left out.
     """
@@ -161,7 +161,7 @@ def describe(quantizer: Quantizer, operands: Quantized, shape: tuple[int, int] |
 def restore(
     description: tuple[Any, ...], buffers: Mapping[str, Tensor], known: tuple[int, int] = (0, 0)
 ) -> tuple[Quantizer, Quantized]:
-    """The inverse of :func:`describe`, given the tensors under the names ``rowwise_codes`` and so on.
+    """Inverts :func:`describe`, given the tensors under the names ``rowwise_codes`` and so on.
 
     ``known``: the shape that was left out.
     """

@@ -1,4 +1,4 @@
-"""A tensor that is stored as codes and scales: parameters, and outputs of layers on request.
+"""``QuantizedTensor``, stored as codes and scales: parameters, and outputs of layers on request.
 
 To PyTorch it is a tensor of its logical shape and dtype. An operation that does not change it gives what it gives on
 :meth:`QuantizedTensor.dequantize`, bit for bit, in high precision, unless the quantized form holds the result exactly:
@@ -42,7 +42,7 @@ def quantize(
     amax_group: dist.ProcessGroup | None = None,
     amaxes: Amaxes | None = None,
 ) -> QuantizedTensor:
-    """``x`` as a new tensor of its shape and dtype that holds codes and scales; no gradient flows back to ``x``.
+    """Quantizes ``x`` to a new tensor of its shape and dtype with codes and scales; no gradient flows back to ``x``.
 
     Args:
         x: [..., K], bf16, fp16 or fp32. Leading dims are flattened for the operands, [M, K].
@@ -71,7 +71,7 @@ def quantize(
 
 
 class QuantizedTensor(CodedTensor):
-    """Operands of one [M, K] matrix, in the shape [..., K] or as a view of it. Made by :func:`quantize`.
+    """Tensor of the operands of one [M, K] matrix, in the shape [..., K] or as a view of it; :func:`quantize` makes it.
 
     Rows that would break blocks, columns, and other views that the quantized form cannot hold are copies of the values:
     writing to those does not reach this tensor. ``t[index] = value`` does. ``zeros_like`` and the like are in high
@@ -101,7 +101,7 @@ class QuantizedTensor(CodedTensor):
         amax_group: dist.ProcessGroup | None = None,
         source_version: int | None = None,
     ) -> QuantizedTensor:
-        """A tensor of operands that exist, which it keeps; see :func:`quantize` for the other arguments.
+        """Makes a tensor of operands that exist, which it keeps; see :func:`quantize` for the other arguments.
 
         Raises:
             ValueError: there is no operand, or ``shape`` is not that of the operands with M split into leading dims.
@@ -118,7 +118,7 @@ class QuantizedTensor(CodedTensor):
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values in a tensor of their own, rounded once to ``dtype`` (default: its own). Differentiable."""
+        """Computes the values in a tensor of their own, rounded to ``dtype`` (default: its own). Differentiable."""
         if self.requires_grad and torch.is_grad_enabled():
             values: Tensor = _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
             return values
@@ -143,7 +143,7 @@ class QuantizedTensor(CodedTensor):
         self._initial = values.detach().cpu().clone(), version_of(self._operands.any.codes)
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The values before the first cast, on the CPU, if they were to be preserved and nothing else was written."""
+        """Returns the values before the first cast, on the CPU, if they were preserved and nothing else was written."""
         if self._initial is None or self._initial[1] != version_of(self._operands.any.codes):
             return None
         return self._initial[0]
@@ -176,7 +176,7 @@ class QuantizedTensor(CodedTensor):
 
     @property
     def data(self) -> Tensor:
-        """This tensor without its graph. Values that are assigned are quantized into its memory, not shared with it.
+        """Tensor without its graph. Values that are assigned are quantized into its memory, not shared with it.
 
         Warns:
             UserWarning: that rounds them, as where ``data += update`` merges an adapter.
@@ -222,7 +222,7 @@ class QuantizedTensor(CodedTensor):
     def _like(
         self, operands: Quantized, shape: Sequence[int] | None = None, stride: Sequence[int] | None = None
     ) -> QuantizedTensor:
-        """Other operands for the same quantizer, scale, group and source."""
+        """Makes a tensor of other operands with the same quantizer, scale, group and source."""
         shape, stride = (self.shape, self.stride()) if shape is None else (shape, stride)
         out = QuantizedTensor(operands, self.quantizer, shape, operands.any.dtype, stride)
         out.scale, out._group, out.source_version = self.scale, self._group, self.source_version
@@ -232,12 +232,12 @@ class QuantizedTensor(CodedTensor):
         return out
 
     def _zeros(self, size: Sequence[int], device: Any) -> QuantizedTensor:
-        """Zeros of any size, quantized like this tensor."""
+        """Makes zeros of any size, quantized like this tensor."""
         zeros = torch.zeros(size, dtype=self.dtype, device=device)
         return quantize(zeros, self.quantizer, scale=self._scale_on(device))
 
     def _scale_on(self, device: Any) -> Tensor | None:
-        """The delayed scale on another device; one that has no value yet becomes 1, as in a new history."""
+        """Copies the delayed scale to another device; one that has no value yet becomes 1, as in a new history."""
         if self.scale is None or not self.scale.is_meta:
             return None if self.scale is None else self.scale.to(device)
         return torch.ones_like(self.scale, device=device)
@@ -305,7 +305,7 @@ class QuantizedTensor(CodedTensor):
         return tuple(held), operands.rowwise is operands.columnwise
 
     def __coerce_tangent_metadata__(self) -> Any:  # AOTAutograd calls it
-        """Asked for the form of this tensor's gradient, where a graph returns it: it cannot be said to be plain."""
+        """Raises where a graph returns this tensor: its gradient cannot be said to be plain."""
         raise RuntimeError(
             f"{self.made_by or 'a compiled function'}: returns a quantized tensor of shape {tuple(self.shape)} from a "
             "graph, for which PyTorch then takes no gradient in high precision; compile the layer that reads it into "
@@ -315,7 +315,7 @@ class QuantizedTensor(CodedTensor):
     def __coerce_same_metadata_as_tangent__(
         self, expected_meta: Any, expected_type: type[Tensor] | None = None
     ) -> Tensor | None:
-        """A gradient that comes quantized, as of ``fp8_grad``, to a compiled graph, which reads its values."""
+        """Gives a compiled graph the values of a gradient that comes quantized, as of ``fp8_grad``."""
         return self.dequantize() if expected_type is Tensor else None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""A :class:`~minifloat.tensor.QuantizedTensor` in code that a compiler traces: how it is made there, and taken apart.
+"""Functions that make a :class:`~minifloat.tensor.QuantizedTensor` in traced code, and take it apart.
 
 Dynamo builds no subclass of tensors, and of one that it has computed it reads tensors and constants alone. So the
 operands go through the graph as plain tensors, and :func:`as_quantized_tensor` is one node of it, which AOTAutograd
@@ -25,7 +25,7 @@ from minifloat.tensor.quantized_tensor import QuantizedTensor
 
 
 class _Wrapped(torch.autograd.Function):
-    """Values in high precision as a quantized tensor of the same, with their gradient."""
+    """Wraps operands as a quantized tensor that has the gradient of ``values``."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, description: tuple[Any, ...], label: str, *inner: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def as_quantized_tensor(
     values: Tensor, operands: Quantized, quantizer: Quantizer, scale: Tensor | None = None, label: str = "",
     group: str | None = None,
 ) -> Any:  # fmt: skip
-    """``QuantizedTensor.from_operands`` in traced code, of the shape, dtype and gradient of ``values``.
+    """Makes a tensor of operands in traced code, of the shape, dtype and gradient of ``values``.
 
     Args:
         label: of the layer that computes it, for errors.
@@ -87,7 +87,7 @@ def as_quantized_tensor(
 def quantize_traced(
     x: Tensor, quantizer: Quantizer, scale: Tensor | None, amax_group: dist.ProcessGroup | None, amaxes: Amaxes | None
 ) -> Any:
-    """``minifloat.tensor.quantize`` in traced code; no gradient flows back to ``x``."""
+    """Quantizes as ``minifloat.tensor.quantize`` in traced code; no gradient flows back to ``x``."""
     values = (x.dequantize() if isinstance(x, QuantizedTensor) else x).detach()
     matrix, group = as_matrix(values), Group.of(amax_group)
     if amaxes is None and amax_group is not None:
@@ -102,7 +102,7 @@ def quantize_traced(
 
 
 def reuse(x: QuantizedTensor, quantizer: Quantizer) -> Quantized | None:
-    """The operands of a quantized tensor if they are what ``quantizer`` would give, else None; in traced code."""
+    """Returns operands in traced code if they are what ``quantizer`` would give, else None."""
     if not x.holds_own_matrix:
         return None
     held, shared = x.held
