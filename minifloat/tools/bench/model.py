@@ -250,8 +250,9 @@ class Step:
         training.rate.zero_()
         self.module: Callable[..., Tensor] = made.module
         if way in COMPILED:
-            mode = None if way == "compiled" else way
-            self.module = torch.compile(made.module, mode=mode, fullgraph=fullgraph, dynamic=False)
+            options = {} if way == "compiled" else torch._inductor.list_mode_options(way)
+            options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+            self.module = torch.compile(made.module, options=options, fullgraph=fullgraph, dynamic=False)
 
     def __call__(self) -> Outputs:
         outputs = self.run()
