@@ -17,6 +17,7 @@ from minifloat import DotProductAttention, Float8CurrentScaling, LayerNorm, Line
 from minifloat.arguments import Accepts, Count, Device, Fraction, PositiveFloat, Size, check_value, checked, shown
 from minifloat.recipe import ElementPair, RecipeLike
 from minifloat.tensor import quantize
+from tests.helpers.sample import each_once
 
 # ---- the mechanism ----
 
@@ -300,6 +301,7 @@ def test_a_delayed_scale_is_floating_point() -> None:
         minifloat.cast_all([torch.randn(4, 8)], [DELAYED], scales=[torch.tensor([2])])
 
 
+@each_once
 @pytest.mark.parametrize("fresh", [True, False], ids=["without histories", "with histories"])
 @pytest.mark.parametrize(
     ("key", "value"),

@@ -37,6 +37,7 @@ from minifloat.recipe import (
 from minifloat.recompute import checkpoint
 from tests.helpers import oracle
 from tests.helpers.distributed_pool import Pools, on_ranks
+from tests.helpers.sample import each_once
 
 LENGTH = 4
 DELAYED = DelayedScaling(amax_history_len=LENGTH)
@@ -392,6 +393,7 @@ def test_scales_by_a_callable() -> None:
         assert seen[-1][2:] == (BACKWARD_MAX, recipe)
 
 
+@each_once
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
 @pytest.mark.parametrize("algorithm", ["amax_compute_algo", "scaling_factor_compute_algo"])
 def test_a_callable_that_gives_no_scale(algorithm: str, bad: float) -> None:
@@ -410,6 +412,7 @@ def test_a_callable_that_gives_no_scale(algorithm: str, bad: float) -> None:
         assert not state.amax_history[0].any()
 
 
+@each_once
 @pytest.mark.parametrize("answer", [torch.ones(1), torch.ones(()), torch.ones(4), torch.ones(1, 3), 1.0, None])
 @pytest.mark.parametrize("algorithm", ["amax_compute_algo", "scaling_factor_compute_algo"])
 def test_a_callable_that_gives_no_scales(algorithm: str, answer: Any) -> None:
@@ -578,6 +581,7 @@ def _follow(schedule: str, call: Callable[[Linear, Tensor], Tensor], rank: int =
                 ranks[rank].check(layer, "backward")
 
 
+@each_once
 @pytest.mark.parametrize("call", [Linear.__call__, checkpoint], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(schedule: str, call: Callable[[Linear, Tensor], Tensor]) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from minifloat.ops import launch
 from minifloat.ops.grouped import casts, products, spread
 from tests.helpers import triton_interpreter  # noqa: F401
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once
 
 COUNTS = torch.tensor([3, 0, 4], dtype=torch.int32)
 
@@ -62,7 +62,7 @@ def results(module: nn.Module, recipe: str, *inputs: Any) -> list[Tensor]:
     return [*found, *[each.detach().clone() for each in module.state_dict().values()]]
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("recipe", ["delayed", "block", "mxfp8", "nvfp4", "w4a8"])
 @pytest.mark.parametrize("name", MAKE)
 def test_results_do_not_depend_on_the_default_device(name: str, recipe: str, device: torch.device) -> None:

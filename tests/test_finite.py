@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 import minifloat
 from minifloat import DelayedScaling, LayerNormMLP, Linear, autocast, finite, quantized_model_init
 from minifloat.recipe import Recipe, named
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_pair, each_twice
 
 M, N, K = 48, 40, 56
 POISONED = 3, 5  # row and column of the one element that is not finite
@@ -152,6 +152,7 @@ def test_quantized_weights_are_checked() -> None:
             layer(torch.randn(M, K))
 
 
+@each_once
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
 def test_finite_steps_are_the_same(name: str, checkpointed: bool) -> None:

@@ -22,6 +22,7 @@ from tests.helpers import fused_model, linear_model, oracle, tensor_parallel_ora
 from tests.helpers.fused_model import fill
 from tests.helpers.oracle_casts import OracleCast, differences, oracle_cast
 from tests.helpers.recipes import NAMED, for_each
+from tests.helpers.sample import each_once
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,6 +97,7 @@ def copies(linear: Any) -> list[tuple[Tensor, Tensor]]:
     return [(history.scale.clone(), history.amax_history.clone()) for history in linear.histories]
 
 
+@each_once
 @for_each(RECIPES)
 @pytest.mark.parametrize("kind", [LayerNormLinear, LayerNormMLP])
 def test_fused_model(kind: type[nn.Module], recipe: Recipe, casts: list[Cast]) -> None:
@@ -122,6 +124,7 @@ def exact(a: Operand, a_along: int, b: Operand, b_along: int) -> linear_model.Pr
     return linear_model.product(linear_model.values(a, a_along), linear_model.values(b, b_along))
 
 
+@each_once
 @for_each(RECIPES)
 @pytest.mark.parametrize("mode", ["column", "row"])
 def test_tensor_parallel_oracle(mode: Any, recipe: Recipe, casts: list[Cast]) -> None:

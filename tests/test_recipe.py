@@ -43,6 +43,7 @@ from minifloat.recipe import (
     W4A8BlockScaling,
     from_dict,
 )
+from tests.helpers.sample import each_once
 
 HYBRID, E4M3, E5M2, E2M1 = ElementPair.HYBRID, ElementPair.E4M3, ElementPair.E5M2, ElementPair.E2M1
 SPLIT, FAST = MMParams(use_split_accumulator=True), MMParams(use_split_accumulator=False)
@@ -400,6 +401,7 @@ def test_a_dict_takes_functions_from_the_caller() -> None:
 # ---- Refusals ----
 
 
+@each_once
 @pytest.mark.parametrize("element", [E5M2, E2M1])
 @pytest.mark.parametrize("cls", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling])
 def test_forward_elements_must_be_e4m3(cls: Callable[..., Recipe], element: Any) -> None:
@@ -453,6 +455,7 @@ def test_refusals(make: Callable[..., Any], arguments: dict[str, Any], message: 
         make(**arguments)
 
 
+@each_once
 @pytest.mark.parametrize("option", ["fp8_dpa", "fp8_mha"])
 @pytest.mark.parametrize("cls", [DELAYED, Float8CurrentScaling, BLOCK, MXFP8BlockScaling, NVFP4, CustomRecipe])
 def test_fp8_attention_is_refused(cls: Callable[..., Recipe], option: str) -> None:
@@ -480,6 +483,7 @@ def test_wrong_types(cls: Callable[..., Any], options: dict[str, Any], message: 
         cls(**options)
 
 
+@each_once
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling, Format])
 def test_an_amax_epsilon_is_finite_and_not_negative(cls: Callable[..., Any], value: float) -> None:

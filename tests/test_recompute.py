@@ -24,7 +24,7 @@ from minifloat import CustomRecipe, DelayedScaling, Linear, Quantizer, Recipe, a
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
 from minifloat.recipe import QuantizerRole, named
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_once, each_pair
 from tests.helpers.selection import diagonals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -439,6 +439,7 @@ WAYS_WITHOUT_TAPE = {
 }
 
 
+@each_once
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("way", WAYS_WITHOUT_TAPE.values(), ids=WAYS_WITHOUT_TAPE)
 def test_delayed_scaling_without_a_tape_raises(way: Way, own: bool) -> None:

@@ -23,7 +23,7 @@ from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.tensor import QuantizedTensor, base, quantize, quantize_all_
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once, each_twice
 
 NVFP4 = Format("e2m1", 16, scale_rule="two_level")
 QUANTIZERS = {
@@ -305,7 +305,7 @@ ROWS: dict[str, Op] = {
 }
 
 
-@each_twice
+@each_once
 @in_each_kind
 @in_usages
 @pytest.mark.parametrize("shape", [(256, 128), (256, 37)])
@@ -315,7 +315,7 @@ def test_what_stays_quantized(name: str, usage: str, shape: tuple[int, int]) -> 
         assert all(type(r) is QuantizedTensor for r in tree_leaves(function(t, y))), op
 
 
-@each_twice
+@each_once
 @everywhere
 @in_usages
 def test_rows_have_the_bytes_of_the_whole(name: str, usage: str) -> None:
@@ -416,7 +416,7 @@ FOREACH_WRITES: dict[str, Callable[[list[Any], list[Tensor]], Any]] = {
 }
 
 
-@each_twice
+@each_once
 @everywhere
 @pytest.mark.parametrize(
     ("usage", "shape"), [("rowwise", (128, 64)), ("columnwise", UNEVEN), ("both", BROKEN), ("columnwise", (0, 5))]
@@ -435,7 +435,7 @@ def test_writing_is_quantizing_what_the_operation_gives(name: str, usage: str, s
         assert t._version > version, op
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("name", ["current", "delayed", "block_tiles_pow2", "mxfp8", "nvfp4_hadamard", "identity"])
 @pytest.mark.parametrize("op", FOREACH_WRITES)
 def test_foreach_writing(name: str, op: str) -> None:
@@ -477,6 +477,7 @@ UNHANDLED: dict[str, Op] = {
 }
 
 
+@each_once
 @pytest.mark.parametrize("name", ["current", "nvfp4"])
 @pytest.mark.parametrize("op", UNHANDLED)
 def test_other_writing_raises(name: str, op: str) -> None:
@@ -498,7 +499,7 @@ def test_leaf_that_requires_grad_is_protected() -> None:
 # ---- copies and quantize_ ----
 
 
-@each_twice
+@each_once
 @everywhere
 @in_usages
 def test_copy_of_the_same_format_copies_bytes(name: str, usage: str) -> None:
@@ -719,7 +720,7 @@ ROUND_TRIPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@each_twice
+@each_once
 @everywhere
 @in_usages
 @pytest.mark.parametrize("trip", ROUND_TRIPS)
@@ -873,7 +874,7 @@ def test_on_a_device(name: str) -> None:
 # ---- training ----
 
 
-@each_twice
+@each_once
 @in_each_kind
 @in_usages
 def test_gradient_of_a_parameter(name: str, usage: str) -> None:
@@ -891,7 +892,7 @@ def test_dequantize_is_differentiable() -> None:
         assert p.grad is not None and p.grad.dtype == torch.bfloat16 and p.grad.eq(3).all()
 
 
-@each_twice
+@each_once
 @in_each_kind
 @in_usages
 @pytest.mark.parametrize("shape", [WHOLE, (2, 3, 8)])

@@ -17,6 +17,7 @@ from minifloat.tensor import quantize
 from minifloat.tensor.rows import QuantizedRows, rows_of
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.distributed_pool import Pools
+from tests.helpers.sample import each_once, each_twice
 
 RECIPES = ["current", "block", "rowwise", "mxfp8", "nvfp4", "mxfp4"]
 SHARDS = [(50, 50), (33, 67), (0, 100)]
@@ -30,6 +31,7 @@ def shards_of(recipe: str, rows: tuple[int, ...], group: str = "") -> tuple[Quan
     return whole, [rows_of(whole, ShardMap(rows), each) for each in groups]
 
 
+@each_twice
 @pytest.mark.parametrize("rows", SHARDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_flatten(recipe: str, rows: tuple[int, ...]) -> None:
@@ -55,6 +57,7 @@ def storages(x: Any) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in x._buffers().values() if each.numel()}
 
 
+@each_twice
 @pytest.mark.parametrize("rows", SHARDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory(recipe: str, rows: tuple[int, ...]) -> None:
@@ -80,6 +83,7 @@ def test_memory(recipe: str, rows: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@each_once
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled(recipe: str, dynamic: bool) -> None:

@@ -25,6 +25,7 @@ from minifloat.functional.weight_source import computed as computed_gradient
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.etp_linears import Data, differences, make, own, queue, recorded, same, set_prefetch, sgd, step
+from tests.helpers.sample import each_pair
 
 # ---- where gradients go ----
 
@@ -36,6 +37,7 @@ def test_sum_of_gradients(rank: int, size: int, recipe: str = "current") -> list
     return differences(nets[1], nets[0], results[1], results[0])
 
 
+@each_pair
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("first", [(None,), (None, None), (True, False)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -14,13 +14,18 @@ from _pytest.mark.structures import Mark, ParameterSet
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
+def each_once(test: Test) -> Test:
+    """Samples the ``parametrize`` marks below, the same way each time: each value of each mark is in a case."""
+    return _sampled(test, together=1, times=1)
+
+
 def each_twice(test: Test) -> Test:
-    """Samples the ``parametrize`` marks below, the same way each time: each value of each mark is in two cases."""
+    """As `each_once`, with each value in two cases."""
     return _sampled(test, together=1, times=2)
 
 
 def each_pair(test: Test) -> Test:
-    """As `each_twice`, with each pair of values of two marks in a case."""
+    """As `each_once`, with each pair of values of two marks in a case."""
     return _sampled(test, together=2, times=1)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from minifloat.functional import attention as functional
 from minifloat.functional.attention import Band, Mask, packed_places, simplified
 from minifloat.nn.attention import DotProductAttention
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_once, each_pair
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 CAUSAL = ("causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
@@ -202,6 +202,7 @@ def test_padding_on_the_left() -> None:
     check(y, leaves, kept)
 
 
+@each_once
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("shape", [(2, 4, 5, 6), (1, 1, 5, 6), (2, 1, 1, 6), (5, 6)], ids=str)
 def test_arbitrary_mask_and_bias(shape: tuple[int, ...], softcap: Any) -> None:
@@ -228,6 +229,7 @@ def test_bias_has_a_gradient(softcap: float | None) -> None:
     )
 
 
+@each_once
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -331,6 +333,7 @@ def test_compiles_to_one_graph_with_dynamic_lengths(case: str, backend: str) -> 
 # ---- backends ----
 
 
+@each_once
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("kind", ["none", "causal", "band", "sequences"])

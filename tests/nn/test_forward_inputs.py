@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import minifloat
 from tests.helpers.distributed_pool import Pools, on_ranks
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "Linear": lambda **options: minifloat.Linear(64, 64, **options),
@@ -43,6 +43,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 }  # fmt: skip
 
 
+@each_once
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_what_is_no_dense_tensor(kind: str, recipe: str | None) -> None:
@@ -68,7 +69,7 @@ def test_other_arguments() -> None:
         minifloat.MultiheadAttention(64, 4, attention_type="cross")(dense, encoder_output="x")
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_parameters_on_meta(kind: str, recipe: str | None) -> None:
@@ -93,6 +94,7 @@ def test_main_grad_on_meta() -> None:
         layer(dense)
 
 
+@each_once
 @pytest.mark.parametrize(
     "main_grad",
     [
@@ -114,7 +116,7 @@ def test_main_grad_that_takes_no_gradients(recipe: str | None, main_grad: Tensor
         grouped(dense[0], [1, 2])
 
 
-@each_pair
+@each_once
 @pytest.mark.parametrize("bad", ["x", 1, 0, 1.0, torch.tensor(True)], ids=["text", "1", "0", "1.0", "tensor"])
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "MoE"])

@@ -23,6 +23,7 @@ from minifloat.autocast import autocast
 from minifloat.functional.grouped import GroupLayout
 from minifloat.nn import GroupedLinear, GroupedMLP, Linear, prepare
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+from tests.helpers.sample import each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,6 +102,7 @@ def assert_step_alike(grouped: GroupedLinear, linears: Sequence[Linear], counts:
         assert torch.equal(own, linear.bias.grad)
 
 
+@each_twice
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_as_one_linear_for_each_expert(recipe: str, counts: tuple[int, ...]) -> None:
@@ -110,6 +112,7 @@ def test_as_one_linear_for_each_expert(recipe: str, counts: tuple[int, ...]) -> 
         assert_step_alike(grouped, linears, counts)
 
 
+@each_pair
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "nvfp4"])
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("delay, fuse, save", list(product((False, True), repeat=3)))
@@ -137,6 +140,7 @@ def test_options(recipe: str, storage: str, delay: bool, fuse: bool, save: bool)
         assert torch.equal(own, linear.weight.main_grad if fuse else linear.weight.grad)
 
 
+@each_pair
 @pytest.mark.parametrize("experts", [1, 2])
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
@@ -260,6 +264,7 @@ def test_weights_that_are_no_neighbours_any_more() -> None:
     assert torch.equal(grouped(x, counts), y)
 
 
+@each_pair
 @pytest.mark.parametrize("replaced", [0, 1, 2])
 @pytest.mark.parametrize("how", ["parameter", "data", "transposed", "swapped"])
 @pytest.mark.parametrize("recipe", ["none", "current"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import minifloat
 from minifloat.functional import permute, sort_by_expert
 from minifloat.nn import GroupedMLP
+from tests.helpers.sample import each_once, each_pair
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,6 +75,7 @@ def test_one_function_runs_it() -> None:
     assert "LinearFunction" in type(y.grad_fn).__name__
 
 
+@each_once
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_as_its_parts(recipe: str, recompute: bool) -> None:
@@ -105,6 +107,7 @@ def test_some_of_the_gradients(options: dict[str, Any]) -> None:
         assert_equal(results(mlp, 1), results(in_parts(mlp), 1))
 
 
+@each_pair
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("fuse", [False, True], ids=["autograd", "main_grad"])
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "later"])
@@ -181,6 +184,7 @@ def test_backward_in_high_precision_runs_in_parts(override: str) -> None:
     assert_equal(results(mlp, 1), results(in_parts(mlp), 1))
 
 
+@each_once
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("recipe", [*RECIPES, delayed_beside("input"), None])
 def test_tokens(recipe: Any, bias: bool) -> None:

@@ -14,6 +14,7 @@ from minifloat.autocast import autocast
 from minifloat.nn import GroupedLinear, Linear
 from minifloat.recipe import NVFP4BlockScaling
 from minifloat.tensor import QuantizedTensor
+from tests.helpers.sample import each_once
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,6 +26,7 @@ RECIPES: dict[str, Any] = {
 }
 
 
+@each_once
 @pytest.mark.parametrize("crowded", [False, True], ids=["spread", "one expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_256_experts(recipe: str, crowded: bool) -> None:

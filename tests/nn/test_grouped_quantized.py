@@ -23,6 +23,7 @@ from minifloat.optim import MasterWeights
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from minifloat.tensor import quantize
+from tests.helpers.sample import each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,6 +112,7 @@ def no_weight_casts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_weight_casts")
+@each_twice
 @pytest.mark.parametrize("counts", [COUNTS, (0, 45, 1), (0, 0), (33,)], ids=str)
 @each_recipe
 def test_trains_as_one_linear_for_each_expert(recipe: str, counts: tuple[int, ...]) -> None:
@@ -146,6 +148,7 @@ def test_initial_values(preserve: bool) -> None:
         assert_same_codes(grouped, linears)
 
 
+@each_pair
 @pytest.mark.parametrize("bias", [None, False, True], ids=["no bias", "biases", "single bias"])
 @pytest.mark.parametrize("delay, fuse, save", list(product((False, True), repeat=3)))
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
@@ -171,6 +174,7 @@ def test_options(recipe: str, delay: bool, fuse: bool, save: bool, bias: bool | 
         assert all(map(torch.equal, biases, [torch.stack(expected)] if bias else expected))
 
 
+@each_twice
 @pytest.mark.parametrize("around", [None, "none", "mxfp8", "delayed"])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "delayed"])
 def test_under_other_recipes(recipe: str, around: str | None) -> None:
@@ -295,6 +299,7 @@ def test_weights_that_are_apart(recipe: str) -> None:
     assert grouped._joined is None
 
 
+@each_pair
 @pytest.mark.parametrize("replaced", [0, 1, 2])
 @pytest.mark.parametrize("by", ["codes", "values", "other codes"])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
@@ -313,6 +318,7 @@ def test_a_weight_that_is_replaced(recipe: str, by: str, replaced: int) -> None:
     assert_step_alike(grouped, linears, (7, 4, 23))
 
 
+@each_twice
 @pytest.mark.parametrize("rows", [24, 130, 1, 32])
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "rowwise"])
 def test_what_dgrad_reads_on_a_gpu(recipe: str, rows: int) -> None:

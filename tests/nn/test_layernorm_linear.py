@@ -26,7 +26,7 @@ from tests.helpers.fused_cases import (
 )
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import FUSED_RECIPES, NAMED, STATELESS_FUSED, for_each
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,7 +51,7 @@ def test_returned_norm(recipe: Recipe) -> None:
     assert_steps(LinearCase(norm="RMSNorm"), recipe, return_layernorm_output=True)
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @for_each(NAMED)
 def test_special_rows(recipe: Recipe, value: float) -> None:
@@ -160,6 +160,7 @@ def test_return_bias(recipe: Recipe) -> None:
     assert isinstance(recipe, DelayedScaling) or torch.equal(y, plain(x))
 
 
+@each_once
 @for_each(NAMED)
 @pytest.mark.parametrize("uses", ["n", "y"])
 def test_gradient_of_one_output(recipe: Recipe, uses: str) -> None:
@@ -185,7 +186,7 @@ def test_gradient_of_one_output(recipe: Recipe, uses: str) -> None:
 FROZEN = [set(names) for names in product(*((name, "") for name in ("x", "norm", "weight", "bias")))]
 
 
-@each_twice
+@each_once
 @for_each({name: NAMED[name] for name in ("delayed", "block", "nvfp4")})
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda names: "-".join(sorted(names - {""})) or "nothing")
 def test_frozen(recipe: Recipe, frozen: set[str]) -> None:

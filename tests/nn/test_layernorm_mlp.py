@@ -30,7 +30,7 @@ from minifloat.tensor import QuantizedTensor
 from tests.helpers.fused_cases import LinearCase, MLPCase, assert_as_parts, assert_special_rows, assert_steps, unfused
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import FUSED_RECIPES, NAMED, STATELESS_FUSED, for_each
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,6 +61,7 @@ def test_step(case: MLPCase, recipe: Recipe) -> None:
     assert_steps(case, recipe)
 
 
+@each_once
 @for_each({name: NAMED[name] for name in ("delayed", "current")})
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str, recipe: Recipe) -> None:
@@ -73,7 +74,7 @@ def test_returned_norm(recipe: Recipe) -> None:
     assert_steps(MLPCase(activation="swiglu"), recipe, return_layernorm_output=True)
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @for_each(NAMED)
 def test_special_rows(recipe: Recipe, value: float) -> None:
@@ -241,6 +242,7 @@ def test_histories_of_what_has_no_backward(unused: str) -> None:
     assert calls == ([2] if unused == "fc1" else [])  # of fc2, whose backward history has two slots
 
 
+@each_once
 @for_each(NAMED)
 @MODULES
 def test_without_gradients_and_in_eval(case: Any, recipe: Recipe) -> None:
@@ -260,6 +262,7 @@ def test_without_gradients_and_in_eval(case: Any, recipe: Recipe) -> None:
     assert_same(dict(module.state_dict()), dict(twin.state_dict()))
 
 
+@each_once
 @for_each(NAMED)
 @MODULES
 def test_microbatches_and_main_grad(case: Any, recipe: Recipe) -> None:
@@ -295,6 +298,7 @@ def test_main_grad_is_missing(case: Any) -> None:
         module(case.batch()[0])
 
 
+@each_once
 @for_each(NAMED)
 @MODULES
 def test_delayed_weight_gradients(case: Any, recipe: Recipe) -> None:
@@ -417,6 +421,7 @@ def test_meta_device(case: Any, recipe: str | None) -> None:
     assert torch.equal(late(x), now(x))
 
 
+@each_once
 @for_each(NAMED)
 @MODULES
 def test_quantized_weights(case: Any, recipe: Recipe) -> None:

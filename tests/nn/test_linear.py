@@ -48,7 +48,7 @@ from tests.helpers.recipes import (
     for_each,
     stochastic,
 )
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -206,7 +206,7 @@ def test_gradients(case: Case, recipe: Recipe) -> None:
         assert result.dw is not None and result.dw.dtype == FP32
 
 
-@each_twice
+@each_once
 @for_each({name: recipe for name, recipe in SOME_STATELESS.items() if not name.startswith("custom")})
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("case", [CASES["ragged"], CASES["long"]], ids=["ragged", "long"])
@@ -245,7 +245,7 @@ def exact_data(shape: tuple[int, int], quantizer: Quantizer, along_rows: bool) -
     return x
 
 
-@each_twice
+@each_once
 @for_each({name: recipe for name, recipe in LINEAR_RECIPES.items() if name != "custom mxfp8 then nvfp4"})
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("M", "K", "N"), [(33, 37, 53), (64, 128, 64), (144, 40, 24)])
@@ -381,6 +381,7 @@ def fp32_wgrad(layer: Linear, x: Tensor, dy: Tensor, recipe: Recipe, seed: int =
     return wgrad(dyq, xq, out_dtype=FP32, fast_accum=plan.fast_wgrad)
 
 
+@each_once
 @for_each(SOME_STATELESS)
 @pytest.mark.parametrize("first", [True, None], ids=["overwrite", "add"])
 def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
@@ -400,6 +401,7 @@ def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
         assert torch.equal(weight.main_grad, total)
 
 
+@each_once
 @for_each(SOME_STATELESS)
 @pytest.mark.parametrize("split", [None, {"query": 20, "key": 33}], ids=["whole", "split"])
 def test_wgrad_in_weight_dtype(split: Any, recipe: Recipe) -> None:
@@ -492,6 +494,7 @@ def test_fused_accumulation_needs_a_buffer() -> None:
         layer(torch.randn(2, 37))
 
 
+@each_once
 @for_each(LINEAR_NAMED)
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 def test_delayed_weight_gradient(fuse: bool, recipe: Recipe) -> None:
@@ -720,6 +723,7 @@ def layer_call(layer: Linear, x: Tensor, recipe: Recipe, first: bool | None) -> 
     return y
 
 
+@each_once
 @for_each(LINEAR_NAMED)
 @pytest.mark.parametrize("first", [None, True], ids=["plain", "microbatch"])
 def test_inference_before_training(first: bool | None, recipe: Recipe) -> None:
@@ -946,6 +950,7 @@ def test_history_of_another_length(length: int) -> None:
     assert torch.equal(new[: min(4, length)], old[: min(4, length)]) and not new[4:].any()
 
 
+@each_once
 @for_each(LINEAR_NAMED)
 @pytest.mark.parametrize(
     "copier", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
@@ -1126,6 +1131,7 @@ def test_zero_tokens(recipe: Recipe) -> None:
     assert all(value is not None and value.isfinite().all() for value in step(layer, x, dy, recipe))
 
 
+@each_once
 @for_each(SOME_LINEAR)
 @pytest.mark.parametrize(("K", "N"), [(0, 4), (4, 0)])
 def test_zero_features(K: int, N: int, recipe: Recipe) -> None:
@@ -1282,6 +1288,7 @@ FUSED = LINEAR_NAMED | {
 }
 
 
+@each_once
 @for_each(FUSED)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_quantized_between_two_layers(dtype: torch.dtype, recipe: Recipe) -> None:
@@ -1473,6 +1480,7 @@ def test_calibration_leaves_a_layer_without_recipe_alone() -> None:
 # ---- How the parameters are kept and start --------------------------------------------------------------------------
 
 
+@each_once
 @for_each(LINEAR_NAMED | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize("bias", [True, False])
 def test_return_bias(bias: bool, recipe: Recipe | None) -> None:
@@ -1493,6 +1501,7 @@ def test_return_bias(bias: bool, recipe: Recipe | None) -> None:
 SPLIT = {"query": 16, "key": 0, "value": 5}
 
 
+@each_once
 @for_each(LINEAR_NAMED | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize("bias", [True, False])
 def test_parameters_split(bias: bool, recipe: Recipe | None) -> None:

@@ -22,7 +22,7 @@ from minifloat.nn.transformer_layer import TransformerLayer
 from minifloat.recipe import Recipe
 from tests.helpers.memory import operand_bytes, saved_sizes
 from tests.helpers.recipes import NAMED
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -121,6 +121,7 @@ def test_checkpoint_keeps_the_input_alone(name: str) -> None:
     assert max(sizes) == 2 * 160 * 64 and sum(sizes) <= 2 * 160 * 64 + 128
 
 
+@each_once
 @pytest.mark.parametrize("frozen", ["norm and x", "weights"])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_frozen_parts_keep_less(name: str, frozen: str) -> None:

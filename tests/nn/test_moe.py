@@ -15,6 +15,7 @@ from minifloat.functional.experts import GroupedActivationFunction
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import GroupedLinear, GroupedMLP, Linear, MoE, TransformerLayer, router_losses
 from minifloat.nn.moe import LayerNormMoE
+from tests.helpers.sample import each_once
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,6 +132,7 @@ def test_masked_tokens_have_no_part_in_gradients() -> None:
     torch.testing.assert_close(*found)
 
 
+@each_once
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_no_tokens(recipe: str, bias: bool) -> None:
@@ -266,6 +268,7 @@ def test_traced() -> None:
         assert x.grad is not None and all(p.grad is not None for p in moe.parameters())
 
 
+@each_once
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("options", [{}, {"checkpoint_mlp": True}, {"parallel_attention_mlp": True}])
 def test_transformer_layer(recipe: str, options: dict[str, Any]) -> None:

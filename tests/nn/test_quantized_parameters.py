@@ -31,7 +31,7 @@ from minifloat.functional import count_gemms
 from minifloat.functional.spec import LinearConfigs
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,6 +116,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 # ---- the start -------------------------------------------------------------------------------------------------------
 
 
+@each_once
 @each_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_initial_values(name: str, dtype: torch.dtype) -> None:
@@ -179,6 +180,7 @@ def test_which_modules() -> None:
 # ---- what is computed ------------------------------------------------------------------------------------------------
 
 
+@each_once
 @each_recipe
 @pytest.mark.parametrize("torch_autocast", [False, True])
 def test_without_recipe(name: str, torch_autocast: bool) -> None:
@@ -213,7 +215,7 @@ def test_under_its_recipe(name: str) -> None:
     assert_same(step(layer, autocast(recipe=recipe)), step(twin, autocast(recipe=recipe)))
 
 
-@each_twice
+@each_once
 @each_recipe
 @pytest.mark.parametrize("other", RECIPES)
 def test_under_another_recipe(name: str, other: str) -> None:
@@ -241,6 +243,7 @@ def test_under_another_recipe(name: str, other: str) -> None:
     assert_same(found, step(twin, autocast(recipe=recipe)))
 
 
+@each_once
 @each_recipe
 @pytest.mark.parametrize("forward", [True, False])
 def test_forward_and_backward_inside_and_outside(name: str, forward: bool) -> None:
@@ -297,6 +300,7 @@ def test_microbatches(name: str) -> None:
             assert torch.equal(z, layer(x)) and not torch.equal(z, y)
 
 
+@each_once
 @each_recipe
 @pytest.mark.parametrize("bias", [True, False])
 def test_parameters_split(name: str, bias: bool) -> None:
@@ -378,6 +382,7 @@ def test_optimizers(name: str, optimizer: str) -> None:
     assert isinstance(layer.weight, nn.Parameter) and layer.weight.is_leaf
 
 
+@each_once
 @each_recipe
 @pytest.mark.parametrize("optimizer", ["sgd foreach", "adamw fused"])
 def test_training_follows_the_values(name: str, optimizer: str) -> None:
@@ -487,6 +492,7 @@ def test_the_scale_is_right_before_the_next_forward(how: str) -> None:
     assert torch.equal(values(moved.weight), values(twin.weight))
 
 
+@each_once
 @each_recipe
 @pytest.mark.parametrize("strict", [True, False])
 def test_loading_high_precision(name: str, strict: bool) -> None:
@@ -511,6 +517,7 @@ def _large(layer: Linear, factor: float = 1000.0) -> dict[str, Tensor]:
     return layer.state_dict()
 
 
+@each_once
 @each_recipe
 @pytest.mark.parametrize("own", [False, True])
 def test_loading_quantized_values_of_another_recipe(name: str, own: bool) -> None:
@@ -662,6 +669,7 @@ def test_margin() -> None:
 # ---- copies and checkpoints ------------------------------------------------------------------------------------------
 
 
+@each_once
 @each_recipe
 @pytest.mark.parametrize("file", [False, True])
 def test_state_dict(name: str, file: bool) -> None:
@@ -677,7 +685,7 @@ def test_state_dict(name: str, file: bool) -> None:
     assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, values(layer.weight))
 
 
-@each_twice
+@each_once
 @each_recipe
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "to"])
 def test_copies(name: str, how: str) -> None:
@@ -711,6 +719,7 @@ def test_cast_of_the_module(name: str) -> None:
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.bfloat16
 
 
+@each_once
 @each_recipe
 @pytest.mark.parametrize("own", [False, True])
 def test_meta(name: str, own: bool) -> None:
@@ -731,7 +740,7 @@ def test_meta(name: str, own: bool) -> None:
 # ---- tied embeddings -------------------------------------------------------------------------------------------------
 
 
-@each_pair
+@each_once
 @each_recipe
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw foreach"])
@@ -797,7 +806,7 @@ def sgd_step(layer: Linear) -> None:
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_between_forward_and_backward_is_noticed(name: str, write: str) -> None:

@@ -20,6 +20,7 @@ from tests.helpers.fused_cases import LinearCase, MLPCase, unfused
 from tests.helpers.fused_model import Model, assert_same, run
 from tests.helpers.memory import Storages, saved_sizes
 from tests.helpers.recipes import FUSED_RECIPES, NAMED, batch_scales, for_each
+from tests.helpers.sample import each_once
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,6 +39,7 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
 # ---- the fused modules ----
 
 
+@each_once
 @for_each(SOME)
 @MODULES
 def test_numbers(case: LinearCase, recipe: Recipe) -> None:
@@ -69,6 +71,7 @@ def test_shapes_and_special_values(case: LinearCase, lead: tuple[int, ...]) -> N
         assert_same(run(module, x, dy, NAMED["current"], residual=residual, ds=ds), expected)
 
 
+@each_once
 @for_each({name: recipe for name, recipe in NAMED.items() if name != "delayed"} | {"no recipe": None})  # type: ignore[dict-item]
 @MODULES
 def test_part_by_part(case: LinearCase, recipe: Recipe | None) -> None:
@@ -233,6 +236,7 @@ PLAIN = {"encoder": (2, 2), "decoder": (3, 3), "post": (2, 2), "parallel": (2, 2
 FUSED = {"encoder": (1, 0), "decoder": (1, 0), "post": (1, 2), "parallel": (2, 1), "checkpoint": (2, 0)}
 
 
+@each_once
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layer(kind: str, dropout: float) -> None:

@@ -20,7 +20,7 @@ from minifloat.recipe import Recipe
 from tests.helpers.fused_cases import LINEAR_CASES, LinearCase, MLPCase
 from tests.helpers.fused_model import assert_same, run
 from tests.helpers.recipes import FUSED_RECIPES, NAMED, for_each
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once
 
 CASE = MLPCase(activation="swiglu")
 BOTH = {"recompute_norm": True, "recompute_activation": True}
@@ -85,7 +85,7 @@ def assert_linears(plain: LayerNormLinear, saving: LayerNormLinear, case: Linear
         assert_same(dict(saving.state_dict()), dict(plain.state_dict()))
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True}], ids=["alone", "norm returned"])
 @pytest.mark.parametrize("name", ["2d", "3d fp32", "one row fp16", "127 rows bf16 parameters", "empty"])
 @for_each(FUSED_RECIPES)
@@ -132,6 +132,7 @@ def test_bytes(recipe: Recipe) -> None:
     assert kept(plain, x) - kept(saving, x) >= rows * columns
 
 
+@each_once
 @pytest.mark.parametrize("trained", [["fc2"], ["fc1"], ["norm"], []])
 @for_each({name: NAMED[name] for name in ("delayed", "current")})
 def test_frozen(recipe: Recipe, trained: list[str]) -> None:
@@ -173,6 +174,7 @@ def layer(recipe: Recipe, **options: Any) -> TransformerLayer:
     )  # fmt: skip
 
 
+@each_once
 @pytest.mark.parametrize("post_layernorm", [False, True])
 @for_each(NAMED)
 def test_transformer_layer(recipe: Recipe, post_layernorm: bool) -> None:

@@ -13,7 +13,7 @@ from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.recipes import LINEAR_RECIPES, NAMED
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_pair, each_twice
 from tests.helpers.tensor_parallel_cases import KINDS, Case, Results, expected, gathered, linears_of, run_case
 from tests.helpers.tensor_parallel_oracle import in_rank_order, order_bound
 
@@ -90,7 +90,7 @@ def test_numbers_of_many_rows(
     assert_case(worker_pool, Case(kind, rows, sequence_parallel, recipe, scales_of(recipe)))
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize(("kind", "sequence_parallel"), [("column", True), ("row", True), ("mlp", False)])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_numbers_of_more_recipes(worker_pool: Pools, recipe: Recipe, kind: str, sequence_parallel: bool) -> None:

@@ -274,6 +274,7 @@ def _quantized_input(rank: int, size: int, case: Case) -> None:
     assert_same(results[0], results[1])
 
 
+@each_pair
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("rows", [(32, 64), (20, 13)], ids=str)
 @pytest.mark.parametrize("kind", ["column", "row"])

@@ -19,7 +19,7 @@ from tests.helpers import tensor_parallel_oracle as oracle
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same, fill, run
 from tests.helpers.recipes import FUSED_RECIPES, SOME_LINEAR, batch_scales, for_each
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_pair
 from tests.helpers.tensor_parallel_oracle import Group, in_rank_order, order_bound, unshard
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
@@ -68,6 +68,7 @@ def assert_one_rank(module: nn.Module, recipe: Recipe | None, dtype: torch.dtype
         assert_same(state(module), oracle_state(model))
 
 
+@each_once
 @for_each(SOME_LINEAR | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize(("mode", "sequence_parallel"), [("column", True), ("row", False)])
 def test_one_rank_is_a_linear(mode: Any, sequence_parallel: bool, recipe: Recipe | None) -> None:
@@ -76,7 +77,7 @@ def test_one_rank_is_a_linear(mode: Any, sequence_parallel: bool, recipe: Recipe
     assert_one_rank(module, recipe, BF16 if recipe is not None else FP32, sequence_parallel, mode)
 
 
-@each_twice
+@each_once
 @for_each(FUSED_RECIPES | {"none": None})  # type: ignore[dict-item]
 @pytest.mark.parametrize("kind", modules())
 def test_one_rank_is_a_fused_module(kind: str, recipe: Recipe | None) -> None:
@@ -194,6 +195,7 @@ def assert_same_operands(found: Quantized, expected: Quantized) -> None:
             assert (mine is None and theirs is None) or torch.equal(mine, theirs)  # type: ignore[arg-type]
 
 
+@each_once
 @for_each(SOME_LINEAR)
 @MODES
 def test_gathered_operands_are_those_of_the_whole(mode: Any, recipe: Recipe) -> None:

@@ -30,7 +30,7 @@ from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, QuantizerRole, as_recipe
 from tests.helpers import transformer_model as model
 from tests.helpers.fused_model import norm_on_stream
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once, each_twice
 
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 HIDDEN, FFN, HEADS, LENGTH, BATCH, KEYS = 32, 48, 4, 6, 3, 5
@@ -248,6 +248,7 @@ def by_hand(layer: TransformerLayer, x: Tensor) -> Tensor:
     return h + mlp.fc2(activate(mlp.fc1(n), mlp.activation))
 
 
+@each_once
 @pytest.mark.parametrize("layer_type", ["encoder", "decoder"])
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
@@ -279,6 +280,7 @@ def test_gradients_are_near_the_unquantized_ones(recipe: str) -> None:
     assert max(found.values()) > 1e-3  # it was quantized
 
 
+@each_once
 @pytest.mark.parametrize(("layer_type", "linears"), [("encoder", 4), ("decoder", 7)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gemms_of_a_step(recipe: str, layer_type: str, linears: int) -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import minifloat
 from minifloat.nn.moe import LayerNormMoE
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once
 
 H = 64
 TOKENS = torch.arange(15).view(3, 5)
@@ -114,7 +114,7 @@ def _modules() -> set[type[nn.Module]]:
     }
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("recipe", [None, "current", "delayed", "mxfp8"])
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_outputs_are_no_views(kind: type[nn.Module], recipe: str | None) -> None:

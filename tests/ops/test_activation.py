@@ -25,7 +25,7 @@ from tests.helpers.compare import DTYPES, U, assert_within
 from tests.helpers.fused_output import (
     SCALE,
 )
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once, each_twice
 
 SHAPES = [(1, 2), (3, 10), (16, 64), (7, 130)]
 SOME = [Activation.of(name) for name in ("gelu", "srelu", "swiglu", "clamped_swiglu")]
@@ -177,6 +177,7 @@ def test_operations_pass_opcheck(act: Activation, device: torch.device) -> None:
             torch.library.opcheck(activation_backward_cast.overload, (dy, x, *cast, yes), test_utils=utils)
 
 
+@each_once
 @pytest.mark.parametrize("shape", [(0, 4), (3, 6), (2, 0)])
 @FOR_EACH_KIND
 def test_fakes(act: Activation, shape: tuple[int, int]) -> None:

@@ -24,6 +24,7 @@ from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits, assert_same_bits_or_nan
 from tests.helpers.replay_on_cpu import multiply_strided, nothing_else, replay_on_cpu
+from tests.helpers.sample import each_twice
 
 MX4, MX4_TILE = (Format("e2m1", 32, tile=tile, scale_rule="e8m0") for tile in (False, True))
 STRIP = Format(block=128, scale_rule="pow2")
@@ -71,6 +72,7 @@ def run(x: _Matrix) -> products.Folded:
     return products.fold(x.codes, x.scale_inv, x.format, x.dim, x.along, x.outer)
 
 
+@each_twice
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("way", WAYS)
 def test_values_are_the_same(way: str, size: tuple[int, int]) -> None:
@@ -145,6 +147,7 @@ def wild(way: str, outer: int, depth: int, spread: int = 14) -> _Matrix:
     return x
 
 
+@each_twice
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("way", WAYS)
 def test_kernel(way: str, size: tuple[int, int], kernels: torch.device) -> None:

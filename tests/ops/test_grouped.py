@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, parse
 from minifloat.ops import grouped, matmul, quantize
 from minifloat.ops.grouped import layout
+from tests.helpers.sample import each_twice
 
 FORMATS = [
     "e4m3/tensor/fp32", "e4m3/row/fp32", "e4m3/1x128/pow2", "e5m2/128x128/fp32", "e4m3/1x32/e8m0", "e2m3/1x32/e8m0",
@@ -61,6 +62,7 @@ def cast(x: Tensor, offsets: Tensor, spec: str, dim: int, k_major: bool = False)
     return made, level
 
 
+@each_twice
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize(
     "spec, dim",
@@ -73,6 +75,7 @@ def test_casts_are_those_of_each_group(spec: str, dim: int, counts: tuple[int, .
     cast(x, offsets, spec, dim)
 
 
+@each_twice
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("spec", ["e4m3/tensor/fp32", "e4m3/1x128/pow2", "e4m3/1x32/e8m0", "e2m1/1x16/two_level"])
 def test_products_are_those_of_each_group(spec: str, counts: tuple[int, ...]) -> None:

@@ -22,6 +22,7 @@ from minifloat.ops.quantize.blocks import VALUE
 from minifloat.ops.tiles import tile
 from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, activation_inputs, error_scale
 from tests.helpers.compare import U, assert_same_bits
+from tests.helpers.sample import each_twice
 from tests.helpers.triton_interpreter import compile_for, confined
 
 BOTH = (ROWWISE, COLUMNWISE)
@@ -122,6 +123,7 @@ def check_casts(found: Sequence[Tensor], y: Tensor, offsets: Tensor, *how: Any) 
         assert_same_bits(found[3 * i + 2], expected[3 * i + 2])
 
 
+@each_twice
 @IMPLEMENTATIONS
 @EACH_COUNTS
 @pytest.mark.parametrize("spec", FORMATS)

@@ -26,7 +26,7 @@ from minifloat.quantizer import Quantizer
 from tests.helpers import linear_model as model
 from tests.helpers import oracle, oracle_matmul
 from tests.helpers.oracle import F32
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_pair, each_twice
 from tests.helpers.tensor_core import tensor_core_error
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -538,6 +538,7 @@ def test_emulated_scales_at_the_ends_of_their_range(
         assert torch.equal(y, multiply(gemm, a, b)) and y.isfinite().all() and y.count_nonzero() > 0
 
 
+@each_once
 @pytest.mark.parametrize("along", [ROWWISE, COLUMNWISE], ids=["row", "column"])
 @pytest.mark.parametrize("fmt", [MX, MX5, MX_TILE, STRIP, STRIP5, TILE, MX4, MX6, MX6_WIDE], ids=ids)
 def test_bf16_holds_what_is_cast_from_it(fmt: Format, along: int) -> None:

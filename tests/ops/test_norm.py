@@ -17,7 +17,7 @@ from tests.helpers.norm_model import (
     norm_float64,
     norm_inputs,
 )
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_pair, each_twice
 
 SHAPES = [(1, 1), (3, 5), (16, 64), (7, 129), (2, 1000)]
 
@@ -140,6 +140,7 @@ def test_operations_pass_opcheck(normalization: str, device: torch.device) -> No
         torch.library.opcheck(norm_backward.overload, (x, x, gamma, mean, rsigma, normalization, False))
 
 
+@each_once
 @pytest.mark.parametrize("shape", [(0, 4), (3, 7)])
 @FOR_EACH_NORM
 def test_fakes(norm: Norm, shape: tuple[int, int]) -> None:

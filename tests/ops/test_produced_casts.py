@@ -29,7 +29,7 @@ from tests.helpers.fused_output import (
     quantizers,
 )
 from tests.helpers.norm_model import NORMS, norm_inputs
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -77,7 +77,7 @@ PRODUCERS: dict[str, Callable[..., Producer]] = {
 SOME = ["norm 0", "norm 3", "gelu", "swiglu", "gradient of gelu", "gradient of swiglu"]
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("name", PRODUCERS)
@@ -94,7 +94,7 @@ def test_it_is_the_cast_of_its_value(name: str, recipe: str, dtype: torch.dtype,
         assert all(operand is None or operand.dtype == dtype for operand in got.quantized)
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("name", SOME)
 def test_returned_value_is_what_was_cast(name: str, recipe: str, device: torch.device) -> None:
@@ -108,7 +108,7 @@ def test_returned_value_is_what_was_cast(name: str, recipe: str, device: torch.d
         assert_same_operands(got.quantized, quantizer.cast(rounded, amaxes, rng, gemm_ready=True))
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("name", SOME)
 def test_phases_equal_the_whole(name: str, recipe: str, device: torch.device) -> None:

@@ -28,7 +28,7 @@ from minifloat.ops.quantize import reference
 from minifloat.quantizer import Quantizer, cast_all, find_amaxes
 from tests.helpers import oracle, oracle_nvfp4, vectors
 from tests.helpers.oracle_casts import SEED, OracleCast, differences, oracle_cast, oracle_values, same, to_numpy
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once, each_twice
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (3, 5), (16, 16), (17, 129), (130, 70), (128, 256)]
@@ -498,7 +498,7 @@ def test_own_amax(fmt: Format, dim: int, device: torch.device) -> None:
         assert same(to_numpy(got), want), (shape, kind)
 
 
-@each_twice
+@each_once
 @pytest.mark.parametrize("factor", [1.0, 3.0, 1000.0])
 @for_each([cast for cast in KINDS_OF_CASTS if cast[0].needs_amax])
 def test_given_amax(fmt: Format, dim: int, factor: float) -> None:

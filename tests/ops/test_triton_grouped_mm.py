@@ -32,6 +32,7 @@ from minifloat.ops.tiles import GEMM_SM_90, SM_90
 from minifloat.quantizer import Quantizer
 from tests.helpers.compare import U, assert_same_bits, assert_within
 from tests.helpers.grouped_operands import Operand, alone, integers, offsets_of, poisoned, quantized, values
+from tests.helpers.sample import each_twice
 from tests.helpers.tensor_core import tensor_core_error
 from tests.helpers.triton_interpreter import compile_for
 
@@ -207,6 +208,7 @@ def test_exact_on_integers(gemm: str, a_spec: str, b_spec: str, device: torch.de
         assert sum(counts) == 0 or found.count_nonzero() > 0
 
 
+@each_twice
 @pytest.mark.parametrize("spec", ["e4m3/tensor/fp32", "e4m3/1x128/pow2", "e4m3/1x32/e8m0", BF16])
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 def test_written_to_given_memory(gemm: str, spec: str, device: torch.device) -> None:
@@ -239,6 +241,7 @@ def test_within_the_bound(gemm: str, a_spec: str, b_spec: str, device: torch.dev
             assert_within(found[case.place(group)], want, bound, dtype)
 
 
+@each_twice
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize(("a_spec", "b_spec"), OF_EACH_KIND)
 def test_a_group_does_not_depend_on_the_others(gemm: str, a_spec: str, b_spec: str, device: torch.device) -> None:
@@ -402,6 +405,7 @@ def test_formats_without_kernels_are_the_references(device: torch.device) -> Non
     assert not launches
 
 
+@each_twice
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("spec", [E4, STRIP, BF16, MX, NV])
 def test_launches_do_not_depend_on_the_groups(spec: str, gemm: str, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from minifloat.tools.train.local_tensors import LocalTensors
 from minifloat.tools.train.tensor_file import Stored
 from tests.helpers.checkpoint_files import MODEL, TRAINING, change_index, file_names, flip_bit, save, truncate
 from tests.helpers.micro_training import CPU, losses, micro_corpus, micro_model, train_and_save
+from tests.helpers.sample import each_once
 
 
 def test_a_checkpoint_is_safetensors_and_json(tmp_path: Path) -> None:
@@ -334,6 +335,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 }
 
 
+@each_once
 @pytest.mark.parametrize("name", [MODEL, TRAINING])
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_files_that_were_made_to_harm_end_with_an_error(trained: Path, tmp_path: Path, kind: str, name: str) -> None:
