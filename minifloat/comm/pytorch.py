@@ -6,19 +6,15 @@ The class DTensor is slow to import, so that only FSDP2's users pay for it. DDP 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import label_of
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
 
 
 def is_dtensor(t: Tensor) -> bool:
@@ -44,19 +40,14 @@ def own_part(values: Tensor, parameter: Tensor) -> Tensor:
     return values
 
 
-def sharded_like(p: Tensor, own: Tensor, shape: Sequence[int]) -> Tensor:
-    """This rank's rows ``own`` of a tensor of ``shape``, as a DTensor where ``p`` is one, sharded as that is."""
+def sharded_like(p: Any, own: Tensor) -> Tensor:
+    """Returns this rank's part ``own`` of a tensor of the size of ``p`` as a DTensor, if ``p`` is one."""
     if not is_dtensor(p):
         return own
-    return placed(own, p.device_mesh, p.placements, shape)  # type: ignore[attr-defined]
-
-
-def placed(own: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Tensor:
-    """A DTensor of ``shape`` of which this rank has ``own``."""
     from torch.distributed.tensor import DTensor
 
-    stride = torch.empty(shape, device="meta").stride()
-    made: Tensor = DTensor.from_local(own, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    stride = torch.empty(p.shape, device="meta").stride()
+    made: Tensor = DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=stride)
     return made
 
 

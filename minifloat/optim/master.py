@@ -215,4 +215,4 @@ def _initial_values(param: Tensor) -> Tensor:
     kept = rows.get_high_precision_init_val()
     rows.clear_high_precision_init_val()  # also those that a load has made stale
     values = _exact(rows.detach()) if kept is None else kept.to(rows.device, torch.float32, copy=True)
-    return sharded_like(param, values.reshape(rows.shape), param.shape)
+    return sharded_like(param, values.reshape(rows.shape))

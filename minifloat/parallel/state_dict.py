@@ -1,4 +1,4 @@
-"""The state of sharded models and their optimizers as DTensors, for ``torch.distributed.checkpoint`` (DCP).
+"""The state of sharded models and their optimizers as rectangles, for ``torch.distributed.checkpoint`` (DCP).
 
 A checkpoint says of each tensor what the whole is, so it can be loaded on any number of ranks, and on one:
 
@@ -9,13 +9,13 @@ A checkpoint says of each tensor what the whole is, so it can be loaded on any n
     dcp.load(state, checkpoint_id="...")
     load_sharded_state_dict(other, state)
 
+What a rank has of a tensor is a rectangle of the whole, :class:`SavedShard`, under tensor parallelism, extended tensor
+parallelism (``etp_group``) and :func:`~minifloat.distributed.fully_shard` alike. So what one of them saves the others
+load, on any number of ranks.
+
 Keys are those of ``state_dict()``. Only a parameter that is made of several, each of which is cut by itself (query, key
 and value of ``fuse_qkv_params``; gate and up of a gated MLP), has an entry for each of these, as in
-``qkv.weight.query``, since no DTensor could say how it is cut. Unsharded models have the same keys.
-
-Nor could a DTensor say which rows of a tensor-parallel piece a rank has under extended tensor parallelism
-(``etp_group``) or :func:`~minifloat.distributed.fully_shard`: these are :class:`SavedShard`, a rectangle of the whole.
-So what one of them saves the others load, on any number of ranks.
+``qkv.weight.query``, since a rank has no one rectangle of it. Unsharded models have the same keys.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from minifloat.arguments import checked
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import own_rows, placed, sharded_like
+from minifloat.comm.pytorch import own_rows, sharded_like
 from minifloat.functional.exchange import Local
 from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
@@ -51,8 +50,7 @@ class Entry(NamedTuple):
         rows: which rows of this rank's tensor; None: all.
         offsets, sizes: where the rectangle begins in the whole, and how large it is.
         shape: of the whole.
-        dim: what tensor-parallel ranks have pieces along; None: each has all.
-        shared: ranks share out rows of such a piece, under ``etp_group`` or FSDP2.
+        cut: other ranks may have other parts.
     """
 
     key: str
@@ -60,12 +58,40 @@ class Entry(NamedTuple):
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
-    dim: int | None = None
-    shared: bool = False
+    cut: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
         """This entry's part of a rank's tensor, in its memory."""
         return tensor if self.rows is None else tensor[self.rows]
+
+    def saved(self, piece: Tensor) -> Tensor:
+        """This rank's piece as what it is a piece of."""
+        return SavedShard.of(piece, self.offsets, self.shape) if self.cut else piece
+
+    def local(self, value: Tensor) -> Tensor:
+        """This rank's piece, from the same rectangle or from the whole.
+
+        Raises:
+            ValueError: it is another rectangle, or the whole has another size.
+        """
+        if isinstance(value, SavedShard):
+            if (value.offsets, value.shape, value.local.shape) != (self.offsets, self.shape, self.sizes):
+                raise ValueError(
+                    f"load_sharded_state_dict: {self.key} is {value}, and this rank has {self.sizes} of {self.shape} "
+                    f"at {self.offsets}; load the checkpoint into the model's own sharded_state_dict"
+                )
+            return value.local
+        value = value.full_tensor() if isinstance(value, DTensor) else value  # of a file of earlier versions
+        if not self.cut:  # perhaps a history of another length
+            return value
+        if value.shape != self.shape:
+            raise ValueError(
+                f"load_sharded_state_dict: {self.key} is {tuple(value.shape)} and {self.shape} is needed, "
+                f"of which this rank takes {self.sizes} from {self.offsets} on"
+            )
+        for dim, (offset, length) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            value = value.narrow(dim, offset, length)
+        return value
 
 
 Share = tuple[int, int, slice]
@@ -73,13 +99,12 @@ Share = tuple[int, int, slice]
 
 
 class Layout:
-    """Cuts of a model's tensors, and their pieces as DTensors."""
+    """How a model's tensors are cut."""
 
     def __init__(self, model: nn.Module) -> None:
         self.group = _tensor_parallel_group(model)
         self.fused = _fused_parameters(model)
         self.shares = _etp_shares(model)
-        self._meshes: dict[str, DeviceMesh] = {}
 
     def of(self, key: str, tensor: Tensor) -> list[Entry]:
         """The entries of a parameter or buffer, which says itself how it is cut."""
@@ -114,51 +139,8 @@ class Layout:
             most = -(-extent // self.group.size)  # the last rank of a vocabulary may have fewer
             offsets[dim] += min(self.group.rank * most, extent)
             shape[dim] = extent
-        return Entry(key, rows, tuple(offsets), sizes, tuple(shape), dim, share is not None)
-
-    def saved(self, entry: Entry, piece: Tensor) -> Tensor:
-        """This rank's piece as what it is a piece of."""
-        if entry.shared:
-            return SavedShard.of(piece, entry.offsets, entry.shape)
-        if self.group.size == 1:
-            return piece
-        device = "cpu" if piece.is_meta else piece.device.type
-        if device not in self._meshes:
-            self._meshes[device] = DeviceMesh.from_group(self.group.process_group, device)
-        placements = [Replicate() if entry.dim is None else Shard(entry.dim)]
-        return placed(piece, self._meshes[device], placements, piece.shape if entry.dim is None else entry.shape)
-
-    def local(self, entry: Entry, value: Tensor) -> Tensor:
-        """This rank's piece of an entry, from the same shards or from the whole.
-
-        Raises:
-            ValueError: the shards are others, or the whole has another size.
-        """
-        if isinstance(value, SavedShard):
-            if (value.offsets, value.shape, value.local.shape) != (entry.offsets, entry.shape, entry.sizes):
-                raise self._other_shards(entry, str(value))
-            return value.local
-        if isinstance(value, DTensor):
-            if value.device_mesh.size() != self.group.size or entry.shared:
-                raise self._other_shards(entry, f"sharded over {value.device_mesh.size()} ranks")
-            return value.to_local()
-        if entry.dim is None and not entry.shared:  # perhaps a history of another length
-            return value
-        if value.shape != entry.shape:
-            raise ValueError(
-                f"load_sharded_state_dict: {entry.key} is {tuple(value.shape)} and {entry.shape} is needed, "
-                f"of which this rank takes {entry.sizes} from {entry.offsets} on"
-            )
-        for dim, (offset, length) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
-            value = value.narrow(dim, offset, length)
-        return value
-
-    def _other_shards(self, entry: Entry, found: str) -> ValueError:
-        own = f", with {entry.sizes} from {entry.offsets} on here" if entry.shared else ""
-        return ValueError(
-            f"load_sharded_state_dict: {entry.key} is {found} and the model over {self.group.size}{own}; load the "
-            "checkpoint into the model's own sharded_state_dict"
-        )
+        cut = share is not None or (dim is not None and self.group.size > 1)
+        return Entry(key, rows, tuple(offsets), sizes, tuple(shape), cut)
 
 
 def _etp_shares(model: nn.Module) -> dict[Tensor, Share]:
@@ -231,8 +213,8 @@ _COPIES = (_aten.detach.default, _aten.clone.default, _aten._to_copy.default, _a
 class SavedShard(torch.Tensor):
     """Shard of a tensor for DCP: ``local``, from ``offsets`` on, in its memory; maybe nothing.
 
-    Shape, dtype and device are those of the whole, which a DTensor would be if its placements could say how it is cut.
-    It computes nothing: DCP asks it for what is saved and loaded, and copies it.
+    Shape, dtype and device are those of the whole. A DTensor's placements could not say how it is cut, into ranges of
+    rows of tensor-parallel pieces. It computes nothing: DCP asks it for what is saved and loaded, and copies it.
     """
 
     local: Tensor
@@ -294,14 +276,13 @@ torch.serialization.add_safe_globals([SavedShard])
 
 @checked
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` with DTensors: ``Shard`` for what ranks have pieces of, ``Replicate`` for the rest.
+    """``model.state_dict()`` with a :class:`SavedShard` of each tensor of which ranks have different parts.
 
-    A weight with ``etp_group``, or a parameter that ``fully_shard`` has sharded, is a ``SavedShard`` of this rank's
-    rows. They are the memory of the model: what is
-    loaded into them is loaded into it, but for delayed scaling's histories of another length and for quantized
-    parameters, which :func:`load_sharded_state_dict` sees to. Of the latter an entry is a copy: the values that the
-    codes stand for, in the parameter's dtype, cast again when they are loaded. Layers have histories from their first
-    step or from ``prepare`` on, and a checkpoint's can be loaded from then on. Without a group, plain tensors.
+    The rest are plain tensors. All are the memory of the model: what is loaded into them is loaded into it, but for
+    delayed scaling's histories of another length and for quantized parameters, which :func:`load_sharded_state_dict`
+    sees to. Of the latter an entry is a copy: the values that the codes stand for, in the parameter's dtype, cast again
+    when they are loaded. Layers have histories from their first step or from ``prepare`` on, and a checkpoint's can be
+    loaded from then on.
 
     Raises:
         ValueError: layers are sharded over different groups; a parameter is a DTensor of columns; ranks do not share
@@ -316,7 +297,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         own = own_rows(value)
         values = (own.dequantize() if isinstance(own, QuantizedTensor) else own).detach()
-        state |= {entry.key: layout.saved(entry, entry.of(values)) for entry in layout.of(key, value)}
+        state |= {entry.key: entry.saved(entry.of(values)) for entry in layout.of(key, value)}
     return state
 
 
@@ -348,11 +329,11 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, stric
     layout, left, local = Layout(model), dict(state), {}
     for key, value in model.state_dict(keep_vars=True).items():
         entries = layout.of(key, value) if isinstance(value, Tensor) else []
-        pieces = [layout.local(each, left.pop(each.key)) for each in entries if each.key in left]
+        pieces = [each.local(left.pop(each.key)) for each in entries if each.key in left]
         if pieces and len(pieces) == len(entries):
-            local[key] = sharded_like(value, pieces[0] if len(pieces) == 1 else torch.cat(pieces), value.shape)
+            local[key] = sharded_like(value, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
     for key, value in left.items():  # what the model has no place for yet: all ranks have it in full
-        local[key] = value.to_local() if isinstance(value, DTensor) else value
+        local[key] = value.full_tensor() if isinstance(value, DTensor) else value
     return model.load_state_dict(local, strict)
 
 
@@ -369,7 +350,7 @@ def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict
     _init_optimizer_state(optimizer)
     layout = Layout(model)
     tensors = _optimizer_tensors(model, optimizer, layout)
-    state: dict[str, Any] = {key: layout.saved(entry, value.detach()) for key, entry, value in tensors}
+    state: dict[str, Any] = {key: entry.saved(value.detach()) for key, entry, value in tensors}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return state | {"param_groups": groups}
 
@@ -386,7 +367,7 @@ def load_sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, st
     layout = Layout(model)
     with torch.no_grad():
         for key, entry, value in _optimizer_tensors(model, optimizer, layout):
-            value.copy_(layout.local(entry, state[key]))
+            value.copy_(entry.local(state[key]))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update(saved)
 

@@ -28,7 +28,7 @@ def loaded_by_assignment(rank: int, size: int) -> Any:
             module(x).square().sum().backward()
             norm = gradient_norm(module.parameters(), dist.group.WORLD)
             weight = sharded_state_dict(module)["weight"]
-            found.append((float(norm), tuple(weight.shape), str(weight.placements)))
+            found.append((float(norm), tuple(weight.shape), str(weight.offsets)))
             module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
     return found
 

@@ -219,7 +219,7 @@ def test_whole_tensors_are_cut(rank: int, size: int, shape: Shape) -> None:
     with pytest.raises(ValueError, match=r"4\.weight is \(6, 24\) and \(5, 24\) is needed"):
         load_sharded_state_dict(model, sharded_state_dict(make(1)) | {key: torch.zeros(OUT + 1, HIDDEN)})
     others = sharded_state_dict(make(1, (1, 4, 1) if shape[2] > 1 else (1, 2, 2)))
-    with pytest.raises(ValueError, match=r"0\.qkv\.\w+ is .* and the model over \d.*own sharded_state_dict"):
+    with pytest.raises(ValueError, match=r"0\.qkv\.\w+ is .* and this rank has .*own sharded_state_dict"):
         load_sharded_state_dict(model, others)
 
 

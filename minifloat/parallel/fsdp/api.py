@@ -313,7 +313,7 @@ def _resharded(whole: Any, target: Any) -> Any:
         own: Tensor = rows_of(whole, rows.cover.shards, rows.cover.group)
     else:
         own = own_part(whole.dequantize() if isinstance(whole, QuantizedTensor) else whole, target)
-    return sharded_like(target, own.to(target.device), target.shape)
+    return sharded_like(target, own.to(target.device))
 
 
 def _broadcast_from_rank0(value: Any, described: Any, device: str) -> Any:

@@ -253,7 +253,7 @@ class Ranks:
                 result[name] = cut.cut(tensor)
             if self._by_rows(parameter):
                 own = self._own_rows(result[name], parameter).to(own_rows(parameter).device, copy=True)
-                result[name] = sharded_like(parameter, own, parameter.shape)
+                result[name] = sharded_like(parameter, own)
         return result
 
     def partition(self, parameter: Tensor) -> Partition | None:
