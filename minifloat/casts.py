@@ -253,13 +253,6 @@ class Casts:
             drawn[cast] = seeds[i]
         return drawn
 
-    def _by_one_operation(self, matrices: Sequence[Tensor], drawn: Sequence[Tensor | None]) -> list[Quantized]:
-        """Runs both phases at once in compiled code, where the dispatcher costs more than a phase."""
-        made = quantize.amax_and_cast(matrices, drawn, *self.request)
-        read, count = self._read, len(self._read)
-        levels = [made[read.index(own)] if own in read else None for own in self.request.own_level]
-        return self._operands(matrices, made[count::2], made[count + 1 :: 2], self._nothing, levels)
-
     def by_operations(
         self,
         xs: Sequence[Tensor],
@@ -272,7 +265,11 @@ class Casts:
         matrices = [as_matrix(x) for x in xs]
         both = amaxes is None and noop_flag is None and not self.takes_scales
         if both and self.request.amax_of and self._sources and torch.compiler.is_dynamo_compiling():
-            return self._by_one_operation(matrices, self._drawn(matrices, rngs))
+            # Both phases at once in compiled code, where the dispatcher costs more than a phase.
+            made = quantize.amax_and_cast(matrices, self._drawn(matrices, rngs), *self.request)
+            read, count = self._read, len(self._read)
+            own_levels = [made[read.index(own)] if own in read else None for own in self.request.own_level]
+            return self._operands(matrices, made[count::2], made[count + 1 :: 2], self._nothing, own_levels)
         if amaxes is None:
             levels: Sequence[Amaxes | None] = self.amaxes(matrices)
         else:
@@ -281,7 +278,7 @@ class Casts:
             levels = [next(found) if level is None else level for level in amaxes]
         drawn = self._drawn(matrices, rngs)
         given = self._given(levels, scales)
-        made: list[Tensor] = []
+        made = []
         if self._sources:
             request, sources = self.request, [matrices[i] for i, _, _ in self._sources]
             made = quantize.cast(sources, given, drawn, request.formats, request.dims, request.k_major, noop_flag)

@@ -23,23 +23,8 @@ prepare_shard = checked(_gather.prepare_shard)
 quantize_shard = checked(_cast.quantize_shard)
 
 __all__ = [
-    "Group",
-    "ShardMap",
-    "data_parallel",
-    "etp_parameters",
-    "full_state_dict",
-    "fully_shard",
-    "gather",
-    "gathered_once",
-    "load_full_state_dict",
-    "load_sharded_optimizer_state_dict",
-    "load_sharded_state_dict",
-    "parallelize",
-    "prepare_shard",
-    "quantize_shard",
-    "reduce_replicated",
-    "sharded_optimizer_state_dict",
-    "sharded_state_dict",
-    "sharded_weights",
-    "start_gather",
-]
+    "Group", "ShardMap", "data_parallel", "etp_parameters", "full_state_dict", "fully_shard", "gather", "gathered_once",
+    "load_full_state_dict", "load_sharded_optimizer_state_dict", "load_sharded_state_dict", "parallelize",
+    "prepare_shard", "quantize_shard", "reduce_replicated", "sharded_optimizer_state_dict", "sharded_state_dict",
+    "sharded_weights", "start_gather",
+]  # fmt: skip

@@ -6,15 +6,6 @@ from minifloat.convert.select import ConversionReport, Converted, DefaultFilter,
 from minifloat.convert.weights import load_mxfp4, save_mxfp4
 
 __all__ = [
-    "ConversionReport",
-    "Converted",
-    "DefaultFilter",
-    "FilterFn",
-    "LeftAlone",
-    "Rule",
-    "convert",
-    "export",
-    "load_mxfp4",
-    "revert",
-    "save_mxfp4",
-]
+    "ConversionReport", "Converted", "DefaultFilter", "FilterFn", "LeftAlone", "Rule", "convert", "export",
+    "load_mxfp4", "revert", "save_mxfp4",
+]  # fmt: skip

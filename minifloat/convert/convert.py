@@ -157,7 +157,9 @@ def convert(
         for named, decision in decisions:
             recipe_before, histories = kept.get(identity(named.module), (None, {}))
             _apply(named, decision, histories if recipe_before == decision.recipe else {})
-        _keep_the_rest([(named.module, decision) for named, decision in decisions])
+        for (_, module), decision in decisions:  # the other projection of partly converted experts
+            if isinstance(module, ExpertLinear) and decision.reason is not None and attached(module.experts):
+                attach(module, "none")
         unquantized = _quantize_weights(modules, inits)
         if weights.wanted(quantize_weights):
             unquantized += [_unquantized(named, _EXPERTS) for named, _ in layers if _in_one_parameter(named)]
@@ -294,13 +296,6 @@ def _attach(linear: ExpertLinear, recipe: OwnRecipe, histories: Histories) -> No
         linear._config(recipe)
 
 
-def _keep_the_rest(decisions: Iterable[tuple[nn.Module, _Decision]]) -> None:
-    """Wraps the unconverted projection of a partly converted experts module, with recipe "none"."""
-    for module, decision in decisions:
-        if isinstance(module, ExpertLinear) and decision.reason is not None and attached(module.experts):
-            attach(module, "none")
-
-
 def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
     plans = ("_recipe", "_configs")  # of delayed scaling they rely on histories
     values = {key: module.__dict__[key] for key in plans}
@@ -345,7 +340,9 @@ def _report(
     for (names, module), (recipe, reason) in decisions:
         shape, kind, num_experts = linear_shape(module), type(module).__name__, None
         if isinstance(module, ExpertLinear):
-            kind, num_experts = _class_before(module.experts).__name__, module.num_gemms
+            before: OriginalModule | None = module.experts.__dict__.get(_BEFORE)
+            kind = (type(module.experts) if before is None else before.old_class).__name__
+            num_experts = module.num_gemms
         elif isinstance(module, GroupedLinear):
             num_experts = module.num_gemms
         if reason is None:
@@ -372,12 +369,6 @@ def _fast_paths(modules: list[Named], quantized: list[nn.Module]) -> list[str]:
         "nn.TransformerEncoderLayer in evaluation without gradients does not call its linears but computes in high "
         "precision; torch.backends.mha.set_fastpath_enabled(False) makes it call them"
     ]
-
-
-def _class_before(module: nn.Module) -> type[nn.Module]:
-    """Returns the class before conversion, if the module is converted."""
-    before: OriginalModule | None = module.__dict__.get(_BEFORE)
-    return type(module) if before is None else before.old_class
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -216,17 +216,6 @@ def parse(spec: str) -> Format:
 _NUMBERS = {"eps": "amax_epsilon", "max": "block_scale_max"}
 
 __all__ = [
-    "COLUMNWISE",
-    "ELEMENTS",
-    "IDENTITY",
-    "ROWWISE",
-    "SCALE_RULES",
-    "Element",
-    "Format",
-    "Rounding",
-    "ScaleRule",
-    "Transform",
-    "define_element",
-    "define_scale_rule",
-    "parse",
+    "COLUMNWISE", "ELEMENTS", "IDENTITY", "ROWWISE", "SCALE_RULES", "Element", "Format", "Rounding", "ScaleRule",
+    "Transform", "define_element", "define_scale_rule", "parse",
 ]  # fmt: skip

@@ -174,7 +174,10 @@ class LinearConfigs:
             return Configured(recipe, self._in_graph(recipe, make), {})
         latest = self.latest
         if latest is None or latest.recipe is not recipe:
-            config = self._of_custom(recipe, make) if isinstance(recipe, CustomRecipe) else make(recipe)
+            config = next((config for known, config in self.custom if known is recipe), None) or make(recipe)
+            if isinstance(recipe, CustomRecipe):
+                kept = [pair for pair in self.custom if pair[0] is not recipe]
+                self.custom = [*kept[1 - _MOST_CUSTOM :], (recipe, config)]
             latest = self.latest = Configured(recipe, config, {})
         return latest
 
@@ -197,14 +200,6 @@ class LinearConfigs:
             self.custom = [(recipe, config)]
         if config.delayed is not None:
             self.latest = Configured(recipe, config, {})
-        return config
-
-    def _of_custom(self, recipe: Recipe, make: Callable[[Recipe], LinearConfig]) -> LinearConfig:
-        for known, config in self.custom:
-            if known is recipe:
-                return config
-        config = make(recipe)
-        self.custom = [*self.custom[1 - _MOST_CUSTOM :], (recipe, config)]
         return config
 
     def __getstate__(self) -> dict[str, Any]:

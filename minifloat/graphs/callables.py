@@ -90,7 +90,8 @@ class GraphedCallable:
         self.training, self.grad = module.training, torch.is_grad_enabled()
         self.autocast_dtype = _autocast_dtype()
         leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
-        self.leaves = [_own_copy(leaf) for leaf in leaves]
+        own = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
+        self.leaves: list[Any] = own
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.inputs = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.routed = [each for each in module.modules() if isinstance(each, MoE)]
@@ -128,7 +129,8 @@ class GraphedCallable:
         self.differentiable = [output.requires_grad for output in self.attached if isinstance(output, Tensor)]
         if self.cache is not None and self.microbatch == 0:
             self.cache.hold()
-        self.memory = [(tensors, name, _address(tensors[name])) for tensors, name in _tensors_of(self.module)]
+        held = [tensors for part in self.module.modules() for tensors in (part._parameters, part._buffers)]
+        self.memory = [(each, name, _address(t)) for each in held for name, t in each.items() if t is not None]
 
     def capture_backward(self, captured_by: capture.Graph, place: int) -> None:
         """Captures the backward as number ``place`` of the pool, after the forward."""
@@ -322,20 +324,8 @@ def takes_first_microbatch(module: nn.Module) -> bool:
     return "is_first_microbatch" in inspect.signature(module.forward).parameters
 
 
-def _own_copy(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-
 def _form(x: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
     return tuple(x.shape), x.dtype, x.device
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Lists the places in which modules keep what a graph reads."""
-    places = [own for part in module.modules() for own in (part._parameters, part._buffers)]
-    return [(tensors, name) for tensors in places for name, tensor in tensors.items() if tensor is not None]
 
 
 def _address(tensor: Any) -> int:

@@ -16,23 +16,7 @@ from minifloat.nn.router import TopKRouter
 from minifloat.nn.transformer_layer import TransformerLayer
 
 __all__ = [
-    "DotProductAttention",
-    "EtpEmbedding",
-    "GroupedLinear",
-    "GroupedMLP",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MoE",
-    "MultiheadAttention",
-    "RMSNorm",
-    "RotaryPositionEmbedding",
-    "TopKRouter",
-    "TransformerLayer",
-    "VocabParallelEmbedding",
-    "cast_weights",
-    "prepare",
-    "quantized_model_init",
-    "router_losses",
-]
+    "DotProductAttention", "EtpEmbedding", "GroupedLinear", "GroupedMLP", "LayerNorm", "LayerNormLinear",
+    "LayerNormMLP", "Linear", "MoE", "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding", "TopKRouter",
+    "TransformerLayer", "VocabParallelEmbedding", "cast_weights", "prepare", "quantized_model_init", "router_losses",
+]  # fmt: skip

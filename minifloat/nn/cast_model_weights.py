@@ -84,15 +84,12 @@ class _Weight:
             return None
         config, sources = layer._config(recipe), tuple(layer._weight(name) for name in layer._weight_names)
         plain = all(type(each) is nn.Parameter and not each.is_meta and each.dtype in DTYPES for each in sources)
-        if not plain or not config.weight.quantized or not is_plain(config.weight) or _is_emulated(config, sources[0]):
+        if not plain or not config.weight.quantized or not is_plain(config.weight):
             return None
+        formats, device = (config.input.format(ROWWISE), config.weight.format(ROWWISE)), sources[0].device
+        if device.type == "cuda" and backends.backend(*formats, device) == "emulated":
+            return None  # a cast for the product alone gives values, which costs less than codes that are kept
         return cls(layer, config, sources)
-
-
-def _is_emulated(config: LinearConfig, weight: Tensor) -> bool:
-    """Whether the product is emulated: a cast for it alone gives values, which costs less than codes that are kept."""
-    formats = config.input.format(ROWWISE), config.weight.format(ROWWISE)
-    return weight.is_cuda and backends.backend(*formats, weight.device) == "emulated"
 
 
 @torch.no_grad()

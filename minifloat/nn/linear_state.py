@@ -209,7 +209,10 @@ class LinearState(SharedRows):
                     quantizer = rows.quantizer  # as it is kept, whatever the recipe would make of it
             if delayed_call is not None:
                 bind_scales(self)
-            scales = self._replayed_scales(delayed_call)
+            scales = None
+            if delayed_call is not None and delayed_call.histories[0].scale is not self.forward_scaling.scale:
+                replayed = delayed_scale(delayed_call, "weight")  # a recomputation's
+                scales = None if replayed is None else list(replayed.split(1))
             parts = self._etp.cast(quantizer, spec.options.dtype, first=is_first_microbatch, scales=scales)
             self._record_weight(delayed_call, self._etp.rows.part(parts))
             return None
@@ -253,13 +256,6 @@ class LinearState(SharedRows):
         """Records the amax of a weight that is not cast in this call; of a sharded one that of this rank's rows."""
         if delayed_call is not None:
             record(delayed_call, "weight", operands)
-
-    def _replayed_scales(self, delayed_call: DelayedCall | None) -> list[Tensor | None] | None:
-        """Returns the scales of the matrices, where a recomputation reads others than the layer has by now."""
-        if delayed_call is None or delayed_call.histories[0].scale is self.forward_scaling.scale:
-            return None
-        scales = delayed_scale(delayed_call, "weight")
-        return None if scales is None else list(scales.split(1))
 
     # ---- calls ----
 

@@ -233,7 +233,11 @@ class MultiheadAttention(parts.LayerOfLinears):
         check_tensor(hidden_states, self, "hidden_states")
         if encoder_output is not None:
             check_tensor(encoder_output, self, "encoder_output")
-        check_encoder_output(self.attention_type, encoder_output)
+        if (encoder_output is not None) != (self.attention_type == "cross"):
+            raise ValueError(
+                f"MultiheadAttention(attention_type={self.attention_type!r}) "
+                + ("needs encoder_output" if encoder_output is None else "takes no encoder_output")
+            )
         options = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows_per_rank}
         exchange = exchange_of(self)
         of_q, of_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
@@ -367,14 +371,6 @@ def check_options(input_layernorm: bool, of_norm: Mapping[str, bool], fused: boo
         raise ValueError(
             "MultiheadAttention: fuse_wgrad_accumulation=True needs fuse_qkv_params=True: query, key and value then "
             "have one weight, and one main_grad"
-        )
-
-
-def check_encoder_output(attention_type: str, encoder_output: Tensor | None) -> None:
-    if (encoder_output is not None) != (attention_type == "cross"):
-        raise ValueError(
-            f"MultiheadAttention(attention_type={attention_type!r}) "
-            + ("needs encoder_output" if encoder_output is None else "takes no encoder_output")
         )
 
 

@@ -222,7 +222,10 @@ class MasterWeights(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         saved = self._by_parameter(state_dict)
         groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
-        states = {i: _without_masters(entries) for i, entries in state_dict["state"].items()}
+        states = {
+            i: {k: v for k, v in entries.items() if k not in KEYS} if isinstance(entries, dict) else entries
+            for i, entries in state_dict["state"].items()
+        }
         self.inner.load_state_dict({"state": states, "param_groups": groups})
         for outer, inner, group in zip(
             self.param_groups, self.inner.param_groups, state_dict["param_groups"], strict=True
@@ -328,7 +331,3 @@ def _is_noop_step(group: dict[str, Any]) -> bool:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OWN_ENTRIES}
-
-
-def _without_masters(entries: Any) -> Any:
-    return {k: v for k, v in entries.items() if k not in KEYS} if isinstance(entries, dict) else entries
