@@ -43,7 +43,6 @@ from minifloat.recipe import (
     W4A8BlockScaling,
     from_dict,
 )
-from tests.helpers.sample import each_once
 
 HYBRID, E4M3, E5M2, E2M1 = ElementPair.HYBRID, ElementPair.E4M3, ElementPair.E5M2, ElementPair.E2M1
 SPLIT, FAST = MMParams(use_split_accumulator=True), MMParams(use_split_accumulator=False)
@@ -401,16 +400,8 @@ def test_a_dict_takes_functions_from_the_caller() -> None:
 # ---- Refusals ----
 
 
-@each_once
-@pytest.mark.parametrize("element", [E5M2, E2M1])
-@pytest.mark.parametrize("cls", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling])
-def test_forward_elements_must_be_e4m3(cls: Callable[..., Recipe], element: Any) -> None:
-    """E5M2 has too few bits for a forward tensor, E2M1 is NVFP4's."""
-    with pytest.raises(ValueError, match=rf"ElementPair\.{element.name}.*HYBRID"):
-        cls(fp8_format=element)
-
-
-NVFP4, BLOCK, DELAYED = NVFP4BlockScaling, Float8BlockScaling, DelayedScaling
+NVFP4, BLOCK, DELAYED, CURRENT = NVFP4BlockScaling, Float8BlockScaling, DelayedScaling, Float8CurrentScaling
+DOT_PRODUCT = ("fp8_dpa", "fp8_mha")
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DELAYED, {"amax_history_len": 0}, "amax_history_len is 0"),
     (DELAYED, {"amax_history_len": -1}, "amax_history_len is -1"),
@@ -445,79 +436,67 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (from_dict, {"values": {}}, "is not a recipe"),
     (from_dict, {"values": {"recipe": "DelayedScaling", "marign": 1}}, "no field marign"),
     (from_dict, {"values": {"recipe": "DelayedScaling", "amax_history_len": 0}}, "amax_history_len is 0"),
+    (from_dict, {"values": {"recipe": "DelayedScaling", "fp8_format": "E3M4"}}, "."),
+    (from_dict, {"values": {"recipe": "CustomRecipe"}}, "."),
+    (from_dict, {"values": {"recipe": "Float8CurrentScaling", "fp8_gemm_fprop": {"split": True}}}, "."),
+    *[
+        (cls, {"fp8_format": element}, rf"ElementPair\.{element.name}.*HYBRID")
+        for cls, element in zip((DELAYED, CURRENT, BLOCK, MXFP8BlockScaling), (E5M2, E2M1) * 2, strict=True)
+    ],
+    *[
+        (cls, {option: True}, f"{option} is True; attention runs in high precision")
+        for cls, option in zip((DELAYED, CURRENT, BLOCK, MXFP8BlockScaling, NVFP4), DOT_PRODUCT * 3, strict=False)
+    ],
+    (CustomRecipe, {"qfactory": by_tensor, "fp8_mha": True}, "fp8_mha is True; attention runs in high precision"),
+    *[(cls, {"backward_override": "high-precision"}, ".") for cls in (CURRENT, BLOCK, MXFP8BlockScaling, NVFP4)],
+    (Format, {"element": "e3m4"}, "unknown element 'e3m4'.*e4m3"),
+    *[(Format, {"block": block}, f"block is {block}") for block in (-16, -1, 1, 12, 24)],
+    (Format, {"amax_epsilon": -1e-3}, "amax_epsilon is -0.001"),
+    (Format, {"tile": True}, "needs a block length"),
+    (Format, {"block": 16, "scale_rule": "two_level"}, "takes e2m1, got 'e4m3'"),
+    (Format, {"element": "e2m1"}, "needs a block length"),
+    (Format, {"rounding": "stochastic"}, "needs scale rule .two_level."),
+    (Format, {"amax_per_row": True, "block": 32}, "amax_per_row needs scale rule .two_level."),
+    (Format, {"amax_per_row": True, "scale_rule": "given"}, "amax_per_row needs"),
+    (Format, {"block": 32, "scale_rule": "given"}, "one for the whole tensor"),
+    (
+        Format,
+        {"element": "e2m1", "block": 16, "tile": True, "scale_rule": "two_level", "amax_per_row": True},
+        "not rotated",
+    ),
+    (Format, {"scale_rule": "e8m0"}, "needs a block length"),
+    (Format, {"scale_rule": "two_level"}, "needs a block length"),
+    (Format, {"block": 8, "transform": "hadamard16"}, "groups of 16, got block=8"),
+    (Format, {"block": 16, "tile": True, "transform": "hadamard16"}, "tile=True"),
+    *[(Format, {"block": 16, name: "nonsense"}, "nonsense") for name in ("scale_rule", "transform", "rounding")],
+    *[
+        (parse, {"spec": spec}, ".")
+        for spec in (
+            *("", "e4m3", "e4m3/1x128", "e3m4/1x128/pow2", "e4m3/1xq/pow2", "e4m3/1x12/pow2", "e4m3/2x128/pow2"),
+            *("e4m3/1x128/pow2/nonsense", "e4m3/1x128/pow2/size=1", "identity/x"),
+        )
+    ],
+]
+WRONG_TYPES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (CURRENT, {"fp8_format": Format("e5m2")}, "minifloat.recipe.ElementPair .*HYBRID"),
+    (DELAYED, {"fp8_format": "HYBRID"}, "fp8_format is 'HYBRID'.*minifloat.recipe.ElementPair"),
+    (DELAYED, {"amax_history_len": 2.5}, "amax_history_len is 2.5"),
+    (DELAYED, {"margin": True}, "margin is True; an int"),
+    (CustomRecipe, {"qfactory": "not callable"}, "qfactory is 'not callable'; a callable"),
+    (CURRENT, {"fp8_gemm_fprop": True}, "fp8_gemm_fprop is True; a minifloat.recipe.MMParams"),
+    (MMParams, {"use_split_accumulator": "no"}, "use_split_accumulator is 'no'; True or False"),
+    *[(recipes.as_recipe, {"recipe": each}, "delayed, current, .*, nvfp4") for each in (None, 8, DELAYED, Format())],
 ]
 
 
-@pytest.mark.parametrize(("make", "arguments", "message"), REFUSED)
-def test_refusals(make: Callable[..., Any], arguments: dict[str, Any], message: str) -> None:
-    """A wrong option raises when the recipe is made, and the message names the option or the way out."""
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(
+    ("error", "make", "arguments", "message"),
+    [(ValueError, *each) for each in REFUSED] + [(TypeError, *each) for each in WRONG_TYPES],
+)
+def test_refusals(error: type[Exception], make: Callable[..., Any], arguments: dict[str, Any], message: str) -> None:
+    """A wrong option raises when the recipe or format is made, and names the option or the way out."""
+    with pytest.raises(error, match=message):
         make(**arguments)
-
-
-@each_once
-@pytest.mark.parametrize("option", ["fp8_dpa", "fp8_mha"])
-@pytest.mark.parametrize("cls", [DELAYED, Float8CurrentScaling, BLOCK, MXFP8BlockScaling, NVFP4, CustomRecipe])
-def test_fp8_attention_is_refused(cls: Callable[..., Recipe], option: str) -> None:
-    """There is none, and a recipe that said otherwise would be trained with something else."""
-    needed = {"qfactory": by_tensor} if cls is CustomRecipe else {}
-    with pytest.raises(ValueError, match=f"{option} is True; attention runs in high precision"):
-        cls(**needed, **{option: True})
-
-
-@pytest.mark.parametrize(
-    ("cls", "options", "message"),
-    [
-        (Float8CurrentScaling, {"fp8_format": Format("e5m2")}, "minifloat.recipe.ElementPair .*HYBRID"),
-        (DELAYED, {"fp8_format": "HYBRID"}, "fp8_format is 'HYBRID'.*minifloat.recipe.ElementPair"),
-        (DELAYED, {"amax_history_len": 2.5}, "amax_history_len is 2.5"),
-        (DELAYED, {"margin": True}, "margin is True; an int"),
-        (CustomRecipe, {"qfactory": "not callable"}, "qfactory is 'not callable'; a callable"),
-        (Float8CurrentScaling, {"fp8_gemm_fprop": True}, "fp8_gemm_fprop is True; a minifloat.recipe.MMParams"),
-        (MMParams, {"use_split_accumulator": "no"}, "use_split_accumulator is 'no'; True or False"),
-    ],
-)
-def test_wrong_types(cls: Callable[..., Any], options: dict[str, Any], message: str) -> None:
-    """They are found where they are given."""
-    with pytest.raises(TypeError, match=message):
-        cls(**options)
-
-
-@each_once
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling, Format])
-def test_an_amax_epsilon_is_finite_and_not_negative(cls: Callable[..., Any], value: float) -> None:
-    """A NaN compares as neither."""
-    with pytest.raises(ValueError, match=f"amax_epsilon is {value}"):
-        cls(amax_epsilon=value)
-
-
-@pytest.mark.parametrize("cls", [Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling])
-def test_unknown_backward_override(cls: Callable[..., Recipe]) -> None:
-    """Any but None, "high_precision" and "dequantized" raises, as in Transformer Engine."""
-    with pytest.raises(ValueError, match="backward_override"):
-        cls(backward_override="high-precision")
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"recipe": "DelayedScaling", "fp8_format": "E3M4"},
-        {"recipe": "CustomRecipe"},
-        {"recipe": "Float8CurrentScaling", "fp8_gemm_fprop": {"split": True}},
-    ],
-)
-def test_a_dict_with_a_wrong_value(values: dict[str, Any]) -> None:
-    """What a configuration file may get wrong is a ValueError."""
-    with pytest.raises(ValueError):
-        from_dict(values)
-
-
-@pytest.mark.parametrize("value", [None, 8, DelayedScaling, Format()])
-def test_not_a_recipe(value: Any) -> None:
-    """A class or a format in place of a recipe is a TypeError that lists the names."""
-    with pytest.raises(TypeError, match="delayed, current, block, mxfp8, nvfp4"):
-        recipes.as_recipe(value)
 
 
 # ---- Formats of each recipe: the tables of numerics.md, section 1 ----
@@ -865,62 +844,3 @@ def test_spec_round_trip(fmt: Format) -> None:
 def test_spec_of_the_identity() -> None:
     """High precision has a string, too."""
     assert IDENTITY.spec == "identity" and parse("identity") == IDENTITY and not IDENTITY.quantized
-
-
-def test_blocks_of_one() -> None:
-    """A scale an element is no block format: a strip and a tile of one could not be told apart."""
-    with pytest.raises(ValueError, match="block is 1"):
-        Format(block=1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"element": "e3m4"}, "unknown element 'e3m4'.*e4m3"),
-        ({"block": 12}, "block is 12"),
-        ({"block": -16}, "block is -16"),
-        ({"amax_epsilon": -1.0}, "amax_epsilon is -1.0"),
-        ({"tile": True}, "needs a block length"),
-        ({"block": 16, "scale_rule": "two_level"}, "takes e2m1, got 'e4m3'"),
-        ({"element": "e2m1"}, "needs a block length"),
-        ({"rounding": "stochastic"}, "needs scale rule .two_level."),
-        ({"amax_per_row": True, "block": 32}, "amax_per_row needs scale rule .two_level."),
-        ({"amax_per_row": True, "scale_rule": "given"}, "amax_per_row needs"),
-        ({"block": 32, "scale_rule": "given"}, "one for the whole tensor"),
-        (
-            {"element": "e2m1", "block": 16, "tile": True, "scale_rule": "two_level", "amax_per_row": True},
-            "not rotated",
-        ),
-        ({"scale_rule": "e8m0"}, "needs a block length"),
-        ({"scale_rule": "two_level"}, "needs a block length"),
-        ({"block": 8, "transform": "hadamard16"}, "groups of 16, got block=8"),
-        ({"block": 16, "tile": True, "transform": "hadamard16"}, "tile=True"),
-    ],
-)
-def test_formats_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    """A contradiction raises when the format is made."""
-    with pytest.raises(ValueError, match=message):
-        Format(**arguments)
-
-
-@pytest.mark.parametrize("name", ["scale_rule", "transform", "rounding"])
-def test_unknown_names_in_a_format(name: str) -> None:
-    """The registries are closed: a name that none has raises."""
-    with pytest.raises(ValueError, match="nonsense"):
-        Format(block=16, **{name: "nonsense"})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("spec", ["", "e4m3", "e4m3/1x128", "e3m4/1x128/pow2", "e4m3/1xq/pow2", "e4m3/1x12/pow2"])
-def test_strings_that_are_no_format(spec: str) -> None:
-    """A ValueError, never a guess."""
-    with pytest.raises(ValueError):
-        parse(spec)
-
-
-@pytest.mark.parametrize(
-    "spec", ["e4m3/2x128/pow2", "e4m3/1x128/pow2/nonsense", "e4m3/1x128/pow2/size=1", "identity/x"]
-)
-def test_strings_that_look_like_a_format(spec: str) -> None:
-    """The same for those that begin well."""
-    with pytest.raises(ValueError):
-        parse(spec)

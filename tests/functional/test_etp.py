@@ -201,9 +201,9 @@ def test_weights_are_cast_together_once_a_pass_or_a_step(
 )
 @on_ranks(2)
 def test_repeated_casts_change_no_number(rank: int, size: int, recipe: str, width: int, depth: int) -> list[str]:
-    """What is wrong where codes are freed after a forward."""
+    """What is wrong where codes are freed after a forward, in all scenarios of one case."""
     wrong = []
-    for name in [each for each in etp.SCENARIOS if each != "written between"]:
+    for name in [each for each in etp.SCENARIOS if each != "written between"] if depth == 2 else FEW:
         nets, results = [make(sharded, recipe, width=width) for sharded in (False, True)], []
         set_recast(nets[1])
         set_prefetch(nets[1], depth, 1000)

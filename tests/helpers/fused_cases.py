@@ -79,6 +79,17 @@ LINEAR_CASES = {
     "127 rows bf16 parameters": LinearCase((127,), 128, 64, BF16, BF16, "RMSNorm"),
     "empty": LinearCase((0,)),
 }
+MLP_CASES = {
+    "2d": MLPCase(),
+    "3d fp32 gated": MLPCase((3, 43), 80, 0, FP32, norm="RMSNorm", centered=True, activation="swiglu"),
+    "4d autocast": MLPCase((2, 3, 5), 33, 0, FP32, params=BF16, torch_autocast=True, centered=True, activation="srelu"),
+    "one row fp16": MLPCase((1,), 80, 0, FP16, norm="RMSNorm", bias=False, activation="clamped_swiglu"),
+    "7 rows": MLPCase((7,), 48, 0, H=80, activation="silu"),
+    "127 rows bf16 parameters": MLPCase((127,), 64, 0, BF16, BF16, "RMSNorm", H=128, activation="geglu"),
+    "empty": MLPCase((0,), activation="reglu"),
+}
+BOTH_CASES = dict(zip(LINEAR_CASES, zip(LINEAR_CASES.values(), MLP_CASES.values(), strict=True), strict=True))
+"""By the layer's sizes: of both."""
 
 
 def assert_state(module: nn.Module, model: Model) -> None:

@@ -1,4 +1,4 @@
-"""``LayerNormLinear``: its numbers, its options, its state, and its answers to bad input.
+"""Numbers of ``LayerNormLinear`` and ``LayerNormMLP``; options of the first.
 
 Numbers are held to a model by hand (``helpers.fused_model``), bit for bit and in float64, and to the modules that it is
 made of, run one after the other.
@@ -7,7 +7,7 @@ made of, run one after the other.
 from __future__ import annotations
 
 import copy
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from torch import nn
 from minifloat.autocast import autocast
 from minifloat.recipe import DelayedScaling, Recipe, named
 from tests.helpers.fused_cases import (
-    LINEAR_CASES,
+    BOTH_CASES,
     LinearCase,
+    MLPCase,
     assert_as_parts,
     assert_special_rows,
     assert_steps,
@@ -31,7 +32,7 @@ from tests.helpers.sample import each_once, each_twice
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-BATCHES = pytest.mark.parametrize("case", LINEAR_CASES.values(), ids=LINEAR_CASES.keys())
+BATCHES = pytest.mark.parametrize("cases", BOTH_CASES.values(), ids=BOTH_CASES.keys())
 
 
 # ---- Numbers --------------------------------------------------------------------------------------------------------
@@ -40,15 +41,17 @@ BATCHES = pytest.mark.parametrize("case", LINEAR_CASES.values(), ids=LINEAR_CASE
 @each_twice
 @for_each(FUSED_RECIPES)
 @BATCHES
-def test_step(case: LinearCase, recipe: Recipe) -> None:
+def test_step(cases: tuple[Any, ...], recipe: Recipe) -> None:
     """Output, gradients and delayed scaling's state: the bits of the model by hand, within float64's bounds."""
-    assert_steps(case, recipe)
+    for case in cases:
+        assert_steps(case, recipe)
 
 
 @for_each(NAMED)
 def test_returned_norm(recipe: Recipe) -> None:
     """With the norm's result returned, its gradient joins that of the product; under delayed scaling it is rounded."""
-    assert_steps(LinearCase(norm="RMSNorm"), recipe, return_layernorm_output=True)
+    for case in (LinearCase(norm="RMSNorm"), MLPCase(activation="swiglu")):
+        assert_steps(case, recipe, return_layernorm_output=True)
 
 
 @each_once
@@ -56,15 +59,16 @@ def test_returned_norm(recipe: Recipe) -> None:
 @for_each(NAMED)
 def test_special_rows(recipe: Recipe, value: float) -> None:
     """Rows of zeros, and inputs that hold NaN or infinity, give what the model by hand gives."""
-    assert_special_rows(LinearCase(centered=True), recipe, value)
+    for case in (LinearCase(centered=True), MLPCase()):
+        assert_special_rows(case, recipe, value)
 
 
 @pytest.mark.gpu
 @for_each(FUSED_RECIPES)
-@pytest.mark.parametrize("case", [LINEAR_CASES["2d"], LINEAR_CASES["3d fp32"]], ids=["2d", "3d"])
-def test_step_on_a_gpu(case: LinearCase, recipe: Recipe) -> None:
-    """As :func:`test_step`, on CUDA."""
-    assert_steps(case, recipe, "cuda")
+@pytest.mark.parametrize("size", ["2d", "3d fp32"])
+def test_step_on_a_gpu(size: str, recipe: Recipe) -> None:
+    for case in BOTH_CASES[size]:
+        assert_steps(case, recipe, "cuda")
 
 
 # ---- The parts one after the other ----------------------------------------------------------------------------------
@@ -73,8 +77,10 @@ def test_step_on_a_gpu(case: LinearCase, recipe: Recipe) -> None:
 @each_twice
 @for_each(STATELESS_FUSED)
 @BATCHES
-def test_equals_its_parts(case: LinearCase, recipe: Recipe) -> None:
-    assert_as_parts(case.module(return_layernorm_output=case.N == 33), case, recipe)
+def test_equals_its_parts(cases: tuple[Any, ...], recipe: Recipe) -> None:
+    linear, mlp = cases
+    assert_as_parts(linear.module(return_layernorm_output=linear.N == 33), linear, recipe)
+    assert_as_parts(mlp.module(return_layernorm_output=mlp.K == 48), mlp, recipe)
 
 
 @for_each({name: STATELESS_FUSED[name] for name in ("current", "mxfp8")})
@@ -91,7 +97,7 @@ def test_parts_are_ordinary_modules(recipe: Recipe) -> None:
 @pytest.mark.gpu
 @for_each(STATELESS_FUSED)
 def test_equals_its_parts_on_a_gpu(recipe: Recipe) -> None:
-    for case in LINEAR_CASES.values():
+    for case in chain(*BOTH_CASES.values()):
         assert_as_parts(case.module().cuda(), case, recipe, "cuda")
 
 
