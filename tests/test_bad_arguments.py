@@ -109,7 +109,8 @@ NAMES: dict[str, str] = {
     "callable": "qfactory optimizer_class function hook",
     "callable?": "init_method output_layer_init_method filter_fn scaling_factor_compute_algo amax_compute_algo",
     "object?": (
-        "recipe device dtype params_dtype parallel_mode parameters_split tp_group tp_mesh etp_group expert_etp_group "
+        "recipe device dtype params_dtype reduce_dtype parallel_mode parameters_split tp_group tp_mesh etp_group "
+        "expert_etp_group "
         "fused_parts activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy "
         "offload_policy ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
         "moe router noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"

@@ -272,7 +272,8 @@ def gather(
     part: Quantized, shards: ShardMap, group: Group, *, rowwise: bool, columnwise: bool, gemm_ready: bool = False
 ) -> Quantized:
     """The quantized whole, [sum(rows), K], from the parts of all ranks; arguments as of :func:`start_gather`."""
-    return _start([part], shards, group, _dims(rowwise, columnwise), gemm_ready, overlapped=False).wait()[0]
+    dims = [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
+    return _start([part], shards, group, dims, gemm_ready, overlapped=False).wait()[0]
 
 
 def start_gather(
@@ -299,7 +300,7 @@ def start_gather(
     Raises:
         ValueError: a part lacks an orientation or has not the rows that ``shards`` says.
     """
-    return _start(parts, shards, group, _dims(rowwise, columnwise), gemm_ready, overlapped=True)
+    return _start(parts, shards, group, [ROWWISE] * rowwise + [COLUMNWISE] * columnwise, gemm_ready, overlapped=True)
 
 
 def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group) -> Pending[list[Operand]]:
@@ -324,10 +325,6 @@ def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group)
 
 def _as_columns(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x[:, None]
-
-
-def _dims(rowwise: bool, columnwise: bool) -> list[int]:
-    return [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
 
 
 def _start(

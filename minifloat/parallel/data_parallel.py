@@ -64,7 +64,12 @@ class ReducedGradients:
 
 
 @checked
-def reduce_replicated(model: nn.Module, groups: RanksLike | Sequence[RanksLike], reduction: Reduction = "mean") -> None:
+def reduce_replicated(
+    model: nn.Module,
+    groups: RanksLike | Sequence[RanksLike],
+    reduction: Reduction = "mean",
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
     """Reduces the gradients of parameters that ranks with other data all have, each before it is accumulated.
 
     For models whose layers were made with ``etp_group``; :func:`~minifloat.distributed.parallelize` sees to it itself.
@@ -74,21 +79,24 @@ def reduce_replicated(model: nn.Module, groups: RanksLike | Sequence[RanksLike],
     Args:
         groups: the ranks: ``etp_group``, and those of data parallelism where it is not ``DistributedDataParallel``'s.
         reduction: of the gradients of all of these ranks.
+        reduce_dtype: that they are sent and summed in; default: their own.
     """
     each = [groups] if isinstance(groups, RanksLike) else groups
     ranks = [group for group in map(Group.of, each) if group.size > 1]
     if ranks:
-        model.register_forward_pre_hook(ReducedGradients(partial(_reduced, ranks, reduction), recurse=True))
+        model.register_forward_pre_hook(
+            ReducedGradients(partial(_reduced, ranks, reduction == "mean", reduce_dtype), recurse=True)
+        )
 
 
-def _reduced(groups: Sequence[Group], reduction: Reduction, gradient: Tensor | None) -> Tensor | None:
+def _reduced(groups: Sequence[Group], mean: bool, dtype: torch.dtype | None, gradient: Tensor | None) -> Tensor | None:
     if gradient is None:  # it goes past autograd
         return None
-    total, size = gradient.clone(), 1
+    total, size = gradient.to(dtype or gradient.dtype, copy=True), 1
     for group in groups:
         total = queue_of(group).sum_at_once(partial(all_reduce, total, group))
         size *= group.size
-    return total.div_(size) if reduction == "mean" else total
+    return (total.div_(size) if mean else total).to(gradient.dtype)
 
 
 @checked
@@ -283,15 +291,9 @@ def weight_rows(layers: Mapping[str, nn.Module]) -> dict[tuple[nn.Module, str], 
 
 
 def shard_rows(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    ranks: Ranks,
-    reduction: Reduction,
-    recast: bool,
-    prefetch: int,
-    prefetch_bytes: int | None,
+    model: nn.Module, layers: Mapping[str, nn.Module], ranks: Ranks, reduction: Reduction, **options: Any
 ) -> None:
-    """Does what :func:`plan_rows` has planned, and reduces the gradients of all other parameters."""
+    """Does what :func:`plan_rows` has planned, with ``options`` of ``Sharding``, and reduces all other gradients."""
     shared: dict[Tensor, nn.Parameter] = {}
     for module in layers.values():
         layer = EtpEmbedding._adopt_whole(module) if type(module) is nn.Embedding else module
@@ -300,7 +302,7 @@ def shard_rows(
         rows = tensor_parallel.shard_rows(
             layer, group, reduction, tuple(each for each in ranks.data if each != group), shared
         )
-        rows.sharding = rows.sharding._replace(recasts=recast, prefetch=(prefetch, prefetch_bytes))
+        rows.sharding = rows.sharding._replace(**options)
         layer.invalidate()
     if ranks.data:
-        reduce_replicated(model, ranks.data, reduction)
+        reduce_replicated(model, ranks.data, reduction, reduce_dtype=options["reduce_dtype"])

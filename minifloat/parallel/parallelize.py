@@ -28,6 +28,7 @@ from minifloat.nn.quantized_parameters import quantized_weight
 from minifloat.nn.tensor_parallel import Partition, partitions
 from minifloat.nn.transformer_layer import TransformerLayer
 from minifloat.parallel.data_parallel import Ranks, ReducedGradients, check_once, plan_rows, shard_rows, weight_rows
+from minifloat.quantizer import DTYPES
 from minifloat.tensor import QuantizedTensor, quantize
 
 Style = Literal["column", "row", "vocabulary", "sequence", "replicated"]
@@ -61,6 +62,7 @@ def parallelize(
     sequence_parallel: bool = True,
     plan: Mapping[str, Style] | None = None,
     etp_reduction: Reduction = "mean",
+    reduce_dtype: torch.dtype | None = None,
     recast: bool = False,
     prefetch: Count = 1,
     prefetch_bytes: Count | None = None,
@@ -109,6 +111,7 @@ def parallelize(
             the gradients of its parameters are summed over the ranks. What is not named stays as it is.
             ``"replicated"`` for a module whose weight stays whole over ``"etp"``, as such a sum leaves it too.
         etp_reduction: of the gradients of ranks with other data: ``"mean"`` or ``"sum"``.
+        reduce_dtype: that these are sent and summed in, as FSDP2's; default: that of what they are added to.
         recast: free the codes of a weight's rows, over ``"etp"``, after its forward, and cast them again for backward:
             a byte a parameter less (MXFP8: two) when backward begins. Not where ``is_first_microbatch`` keeps them.
             Parameters must not be written between a forward and its backward, which raises where PyTorch sees it.
@@ -123,6 +126,8 @@ def parallelize(
             other names; an embedding is sparse or has ``max_norm``; a linear that stays whole fuses or delays its
             weight gradient. Nothing was changed then.
     """
+    if reduce_dtype not in (None, *DTYPES):
+        raise ValueError(f"parallelize: reduce_dtype is {reduce_dtype}; torch.float32 or torch.bfloat16 is needed")
     ranks, plan = Ranks.of(mesh), plan or {}
     exchange = make_exchange("column", sequence_parallel, ranks.tp)
     shards = _plan_modules(model, exchange, plan) if ranks.tp.size > 1 else []
@@ -131,7 +136,8 @@ def parallelize(
     layers = plan_rows(model, ranks, plan, {shard.module for shard in shards if shard.summed})
     _check_parameters(model, shards, weight_rows(layers))
     _cut(shards)
-    shard_rows(model, layers, ranks, etp_reduction, recast, prefetch, prefetch_bytes)
+    options = {"recasts": recast, "reduce_dtype": reduce_dtype, "prefetch": (prefetch, prefetch_bytes)}
+    shard_rows(model, layers, ranks, etp_reduction, **options)
     return model
 
 

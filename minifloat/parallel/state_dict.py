@@ -332,9 +332,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, stric
         pieces = [each.local(left.pop(each.key)) for each in entries if each.key in left]
         if pieces and len(pieces) == len(entries):
             local[key] = sharded_like(value, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
-    for key, value in left.items():  # what the model has no place for yet: all ranks have it in full
-        local[key] = value.full_tensor() if isinstance(value, DTensor) else value
-    return model.load_state_dict(local, strict)
+    return model.load_state_dict(local | left, strict)  # for what is left the model may have no place yet
 
 
 @checked

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from minifloat import Linear
+from minifloat.distributed import parallelize
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.etp_cases import LLAMA, PLAN, Case, compare
 from tests.helpers.etp_layers import compare_layers
@@ -78,6 +82,33 @@ def test_whole_weights(worker_pool: Pools, case: Callable[..., list[str]]) -> No
 def test_starts_on_meta_as_the_whole_model(worker_pool: Pools, dims: dict[str, int]) -> None:
     for different in worker_pool(math.prod(dims.values())).run(made_on_meta, dims):
         assert not different
+
+
+def _reduced(rank: int, size: int) -> tuple[Tensor, ...]:
+    """Gradients of rows and of a bias, fp32, reduced in bf16; and of this rank's data."""
+    torch.manual_seed(1)
+    model, alone = (nn.Sequential(Linear(8, 5, recipe="current")) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("etp",))
+    with pytest.raises(ValueError, match=r"parallelize: reduce_dtype is torch\.int8"):
+        parallelize(model, mesh, reduce_dtype=torch.int8)
+    parallelize(model, mesh, reduce_dtype=torch.bfloat16)
+    torch.manual_seed(2 + rank)
+    x, dy = torch.randn(16, 8), torch.randn(16, 5)
+    for each in (model, alone):
+        each(x).backward(dy)
+    own = [alone.get_parameter(name).grad for name in ("0.weight", "0.bias")]
+    return *[p.grad for p in model.parameters()], *own  # type: ignore[return-value]
+
+
+def test_reduce_dtype(worker_pool: Pools) -> None:
+    (rows, bias, dw, db), (other_rows, other_bias, other_dw, other_db) = worker_pool(2).run(_reduced)
+
+    def mean(one: Tensor, two: Tensor) -> Tensor:
+        return ((one.bfloat16() + two.bfloat16()) / 2).float()
+
+    assert torch.equal(torch.cat([rows, other_rows]), mean(dw, other_dw)) and rows.dtype == torch.float32
+    assert torch.equal(bias, other_bias) and torch.equal(bias, mean(db, other_db))
 
 
 def test_fsdp_shards_the_rest(worker_pool: Pools) -> None:

@@ -36,6 +36,7 @@ class Sharding(NamedTuple):
         replicas: groups of ranks with other data that have the same rows; gradients are summed over one after the
             other, and averaged over all.
         recasts: codes are freed after a forward, and rows cast again for backward.
+        reduce_dtype: of gradients until they are reduced; None: that of what they are added to.
         prefetch: how many gathers are started ahead while this weight is multiplied, and of how many bytes at most;
             one is always started, unless there are to be none. None: no limit.
     """
@@ -46,6 +47,7 @@ class Sharding(NamedTuple):
     matrices: int = 1
     replicas: tuple[Group, ...] = ()
     recasts: bool = False
+    reduce_dtype: torch.dtype | None = None
     prefetch: tuple[int, int | None] = (1, None)
 
 
@@ -268,13 +270,11 @@ class Cast(NamedTuple):
         return Parts(parts, rows.sharding.shards)
 
 
-Wanted = tuple[EtpRows, Quantizer, torch.dtype]
-"""Rows to cast."""
-
-
 @torch.inference_mode(False)  # a training step may use what an evaluation has cast
 @torch.no_grad()
-def cast_together(wanted: Sequence[Wanted], replayed: Sequence[Tensor | None] | None = None) -> list[Cast]:
+def cast_together(
+    wanted: Sequence[tuple[EtpRows, Quantizer, torch.dtype]], replayed: Sequence[Tensor | None] | None = None
+) -> list[Cast]:
     """Casts the rows of weights that one group shares; a collective. ``replayed``: scales of the one weight."""
     xs: list[Tensor] = []
     quantizers: list[Quantizer] = []

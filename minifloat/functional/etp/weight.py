@@ -18,7 +18,7 @@ from minifloat.comm.sharded_cast import start_gather, start_gather_alike
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional.autograd import apply, first_order
 from minifloat.functional.etp.prefetch_queue import Key, Step, queue_of
-from minifloat.functional.etp.rows import Cast, EtpRows, Parts, Sharding, Wanted, cast_together
+from minifloat.functional.etp.rows import Cast, EtpRows, Parts, Sharding, cast_together
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight, Product, accumulated, computed, into_grad, into_main_grad
@@ -107,7 +107,7 @@ class EtpWeight:
             )
             if quantizer == known.quantizer and not anew and self._is_current(known, scales=first is not False):
                 return self._parts.matrices
-        casts: dict[EtpWeight, Wanted] = {self: (self.rows, quantizer, dtype)}
+        casts: dict[EtpWeight, tuple[EtpRows, Quantizer, torch.dtype]] = {self: (self.rows, quantizer, dtype)}
         for each in () if scales is not None else self._used_after() if queue.in_graph is None else queue.in_graph:
             theirs, seen = each._cast, each in queue.cast and not first
             too = queue.in_graph is not None or (unseen and not seen)
@@ -266,8 +266,8 @@ class EtpWeight:
     def reduce(self, product: Product, sink: Callable[..., object], main_grad: bool, delayed: bool) -> None:
         """Gives this rank's rows of the reduced gradient to ``sink``, once later work has been started.
 
-        It is computed, sent and summed in the dtype of what it is added to. Of a weight that is used several times in
-        a backward ``sink`` is given the sum, as hooks of autograd are.
+        It is computed, sent and summed in the dtype of what it is added to, or ``reduce_dtype``. Of a weight that is
+        used several times in a backward ``sink`` is given the sum, as hooks of autograd are.
 
         Args:
             product: computes dW [N, K] or [G, N, K].
@@ -279,7 +279,7 @@ class EtpWeight:
         wanted = next((each for each in self.rows.parameters() if each.requires_grad), None)
         if wanted is None:  # all were frozen after the forward: they get no gradient, as from autograd
             return
-        dtype = wanted.main_grad.dtype if main_grad else wanted.dtype
+        dtype = self.sharding.reduce_dtype or (wanted.main_grad.dtype if main_grad else wanted.dtype)
         rows = self.sharding.matrices * shards.largest
         nbytes = group.size * rows * wanted.shape[-1] * dtype.itemsize
         self.queue.make_room(nbytes)

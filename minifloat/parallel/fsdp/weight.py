@@ -228,11 +228,6 @@ class ShardedWeight:
         self._backward_reads_both = False
         self._fetched_in_forward = False  # not so a compiled layer, which takes what is there
 
-    @property
-    def scale(self) -> Tensor:
-        """Delayed scaling's, fp32 [1]."""
-        return weight_scale(self.layer, self.parameters[0].name)
-
     # ---- this rank's part ----
 
     def rows_to_cast(self) -> Tensor:
@@ -393,7 +388,7 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
         rows = [each.rows_to_cast() for each in those]
         # Of several parameters no block straddles ranks, as if each rank were alone.
         maps = [w.owned[0] if len(w.owned) == 1 else ShardMap((x.shape[0],)) for w, x in zip(those, rows, strict=True)]
-        scales = [None if each.delayed is None else each.scale for each in those]
+        scales = [None if w.delayed is None else weight_scale(w.layer, w.parameters[0].name) for w in those]
         made = quantize_shards(rows, quantizers, maps, group, scales, dims)
         for weight, (operands, repeat) in zip(those, made, strict=True):
             weight.cast = repeat if weight.is_aligned else None
@@ -407,7 +402,8 @@ def _quantized_part(weight: ShardedWeight, checked: set[tuple[DelayedScaling, Gr
         recipe = recipe_in_force(weight.layer)
         if isinstance(recipe, DelayedScaling):
             _check_scales(weight, recipe, checked)
-        rows.scale = weight.scale  # for optimizers: a move or a checkpoint may have replaced the buffer
+        # For optimizers: a move or a checkpoint may have replaced the buffer.
+        rows.scale = weight_scale(weight.layer, weight.parameters[0].name)
     return rows.part
 
 
