@@ -127,13 +127,11 @@ def test_what_is_refused(error: type[Exception], argument: str, value: Any, mess
 
 
 def test_positional_arguments_are_checked() -> None:
-    """By their place, those of ``*more`` not."""
     with pytest.raises(ValueError, match="everything: count is -1"):
         everything(1, -1)
 
 
 def test_errors_name_the_layer() -> None:
-    """By the name or the number that it was given."""
     with pytest.raises(TypeError, match=r"^Linear 'proj': bias is 'yes'"):
         minifloat.Linear(4, 4, bias="yes", name="proj")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^DotProductAttention of layer 3: softcap is 0"):
@@ -141,7 +139,6 @@ def test_errors_name_the_layer() -> None:
 
 
 def test_unknown_arguments_are_pythons_errors() -> None:
-    """Which names them."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'biass'"):
         minifloat.Linear(4, 4, biass=True)  # type: ignore[call-arg]
 
@@ -163,7 +160,6 @@ def test_a_value_is_shown_in_one_short_line() -> None:
 
 
 def test_check_value() -> None:
-    """The same of one value."""
     check_value("layer", "recipe", "current", RecipeLike | None)
     with pytest.raises(TypeError, match=r"^layer: recipe is 7; a minifloat recipe or one of the names"):
         check_value("layer", "recipe", 7, RecipeLike | None)
@@ -296,7 +292,6 @@ def test_a_delayed_scale_is_one_number_above_zero(scale: list[float]) -> None:
 
 
 def test_a_delayed_scale_is_floating_point() -> None:
-    """An integer is none, whatever the kernels would read of its bits."""
     with pytest.raises(ValueError, match=r"scale is .*floating-point"):
         minifloat.cast_all([torch.randn(4, 8)], [DELAYED], scales=[torch.tensor([2])])
 

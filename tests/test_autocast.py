@@ -88,7 +88,6 @@ def test_precedence(own: str | None, contexts: list[autocast], given: str) -> No
 
 
 def test_leaving_a_nested_context_returns_to_the_outer_one() -> None:
-    """Layer by layer out again."""
     layer = Linear(32, 16)
     with autocast(recipe="block"):
         with autocast(recipe="mxfp8"):
@@ -101,7 +100,6 @@ def test_leaving_a_nested_context_returns_to_the_outer_one() -> None:
 
 
 def test_default_recipe() -> None:
-    """Delayed scaling on a CPU; the context takes it when none is given."""
     if torch.cuda.is_available():
         pytest.skip("the default depends on the GPU")
     assert get_default_recipe() == DelayedScaling()
@@ -160,14 +158,12 @@ def test_contexts_that_are_left_in_another_order() -> None:
 
 @pytest.mark.parametrize(("recipe", "error"), [("fp6", ValueError), (8, TypeError), (DelayedScaling, TypeError)])
 def test_what_is_no_recipe(recipe: Any, error: type[Exception]) -> None:
-    """Raises when the context is made, and leaves nothing behind."""
     with pytest.raises(error, match="delayed, current"):
         autocast(recipe=recipe)
     assert current() is None
 
 
 def test_threads_have_their_own_contexts() -> None:
-    """What one thread enters, another does not see; each sees its own."""
     entered, looked = threading.Event(), threading.Event()
     seen: dict[str, object] = {}
 
@@ -646,7 +642,6 @@ def test_calibrating_where_the_weight_gradient_goes_elsewhere(option: str, grad:
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_calibrating_without_delayed_scaling(recipe: str) -> None:
-    """Recipes without a history have nothing to calibrate."""
     layer = Linear(16, 8)
     with autocast(enabled=False, calibrating=True, recipe=recipe):
         layer(batch(1))
@@ -686,7 +681,6 @@ def test_own_recipe_inside_a_context_of_another(context: autocast) -> None:
 
 
 def test_nested_regions_update_at_the_outermost_end() -> None:
-    """Inner contexts, of the same or another recipe, do not move what is still in use."""
     model = TwoLayers()
     with autocast(recipe=DELAYED):
         with autocast(recipe=DELAYED):
@@ -1006,7 +1000,6 @@ def test_a_layer_without_gradients_to_compute() -> None:
 
 
 def test_outputs_that_stay_quantized() -> None:
-    """The third slot of forward takes the amax of the output before its cast."""
     layer, state = Linear(16, 24), Expected()
     for step in range(3):
         x = batch(step)

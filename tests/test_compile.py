@@ -268,7 +268,6 @@ def test_modes_flip(name: str) -> None:
 
 @pytest.mark.parametrize("make", [Float8CurrentScaling, DelayedScaling])
 def test_equal_recipes_made_anew_for_each_step(make: Callable[[], Recipe]) -> None:
-    """`with autocast(recipe=Recipe())` in the training loop does not recompile."""
     model = two_layers(None)
     prepare(model, make())
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -294,7 +293,6 @@ def test_contexts_that_change_inside() -> None:
 
 
 def test_calibration() -> None:
-    """Amaxes are recorded by a compiled forward in high precision, too."""
     recipe = RECIPES["delayed"]
     eager = prepare(two_layers(None), recipe)
     model = copy.deepcopy(eager)
@@ -310,7 +308,6 @@ def test_calibration() -> None:
 
 
 def test_users_algorithms() -> None:
-    """Callables of delayed scaling are traced with the rest."""
     recipe = DelayedScaling(
         amax_history_len=4,
         amax_compute_algo=lambda history: history.amax(0) * 2,
@@ -344,7 +341,6 @@ def test_layers_compiled_by_themselves(name: str) -> None:
 @pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
 def test_a_layer_called_twice(name: str, way: Way) -> None:
-    """Shared weights: both amaxes count, and each direction is updated once."""
 
     def twice(model: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = model[2](torch.relu(model[0](x)) + torch.relu(model[0](2 * x)))  # type: ignore[index]
@@ -367,14 +363,12 @@ def with_first_microbatch(model: nn.Module, x: Tensor, first: bool) -> Tensor:
 
 @pytest.mark.parametrize("name", ["delayed", pytest.param("block", marks=pytest.mark.slow)])
 def test_cached_weights(name: str) -> None:
-    """With graph breaks allowed, a weight that is kept between microbatches is the eager one."""
     twins = Twins(RECIPES[name], fullgraph=False, call=with_first_microbatch)
     for first in (True, False, False, True, False):
         twins.step((5,), first)
 
 
 def test_weights_quantized_anew_in_one_graph() -> None:
-    """Every step a first microbatch: one graph."""
     twins = Twins(RECIPES["current"], call=with_first_microbatch)
     for _ in range(2):
         twins.step((5,), True)
@@ -397,7 +391,6 @@ def _give_main_grads(twins: Twins) -> None:
 
 @pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 def test_fused_weight_gradient_accumulation(name: str) -> None:
-    """With graph breaks allowed, main_grad accumulates as it does without compilation."""
     twins = Twins(RECIPES[name], fullgraph=False, fuse_wgrad_accumulation=True)
     _give_main_grads(twins)
     for _ in range(2):
@@ -418,7 +411,6 @@ def test_fused_weight_gradient_accumulation(name: str) -> None:
     ],
 )
 def test_input_kept_for_backward(name: str, way: Way) -> None:
-    """save_original_input: backward casts X again, as forward did."""
     twins = Twins(RECIPES[name], way, save_original_input=True)
     for _ in range(3):
         twins.step((5,))
@@ -447,7 +439,6 @@ def test_eager_step_prepares() -> None:
 
 
 def test_compiled_layers_count_their_gemms() -> None:
-    """What a compiled step multiplies is seen by count_gemms, since the product is an operation of the graph."""
     compiled = torch.compile(two_layers(RECIPES["mxfp8"]), fullgraph=True, backend="aot_eager")
     x = torch.randn(4, IN, requires_grad=True)
     compiled(x).sum().backward()

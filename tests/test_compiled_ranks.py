@@ -17,7 +17,7 @@ from minifloat.functional.linear_config import Mode
 from minifloat.recipe import DelayedScaling
 from tests.helpers.compiled import Pair, graphs
 from tests.helpers.compiled import compiled as compile_whole
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 
 RECIPE = DelayedScaling(amax_history_len=2, reduce_amax=True)
 
@@ -75,8 +75,10 @@ def fresh() -> None:
     torch.manual_seed(0)
 
 
-def regrouped(rank: int, size: int, recipe: str) -> int:
-    """How many graphs there are after the change; a step of the compiled model is always one of its eager twin."""
+@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_groups_change(rank: int, size: int, recipe: str) -> None:
+    """A group that is gone raises; one made anew compiles once more and gives the eager numbers."""
     fresh()
     old = dist.new_group([0, 1])
     layer = Linear(16, 24, recipe=recipe, parallel_mode="column", sequence_parallel=True, tp_group=old)
@@ -92,17 +94,13 @@ def regrouped(rank: int, size: int, recipe: str) -> int:
     for _ in range(2):
         pair.step(x)
     dist.destroy_process_group(new)
-    return graphs()
+    assert graphs() == 2
 
 
-@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
-def test_groups_change(recipe: str, worker_pool: Pools) -> None:
-    """A group that is gone raises; one made anew compiles once more and gives the eager numbers."""
-    assert worker_pool(2).run(regrouped, recipe) == [2] * 2
-
-
-def amax_groups(rank: int, size: int, way: str) -> list[bool]:
-    """Whether ranks had the same histories, over groups that are made and destroyed in turn."""
+@pytest.mark.parametrize("way", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_amax_groups_made_anew(rank: int, size: int, way: str) -> None:
+    """Histories are reduced over the group of the step, whatever was there when the graph was compiled."""
     fresh()
     group: dist.ProcessGroup | None = None
 
@@ -122,13 +120,7 @@ def amax_groups(rank: int, size: int, way: str) -> list[bool]:
         dist.all_gather(scales, pair.model.forward_scaling.scale)  # type: ignore[union-attr, arg-type]
         alike.append(torch.equal(*scales))
         dist.destroy_process_group(group)
-    return alike
-
-
-@pytest.mark.parametrize("way", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
-def test_amax_groups_made_anew(way: str, worker_pool: Pools) -> None:
-    """Histories are reduced over the group of the step, whatever was there when the graph was compiled."""
-    assert worker_pool(2).run(amax_groups, way) == [[True, False, True]] * 2
+    assert alike == [True, False, True]
 
 
 def named(rank: int, size: int, sequence_parallel: bool) -> int:

@@ -100,7 +100,6 @@ def after(statement: str) -> Any:
 
 
 def test_import_makes_no_cuda_context() -> None:
-    """A process that only imports takes no GPU memory and may still fork."""
     assert after("import minifloat")["cuda"] is False
 
 
@@ -112,38 +111,32 @@ def test_import_leaves_alone(module: str) -> None:
 
 
 def test_import_loads_only_the_package_and_torch() -> None:
-    """All else that comes along is the standard library's."""
     loaded = {name.partition(".")[0] for name in after("import minifloat")["loaded"]}
     assert loaded - set(sys.stdlib_module_names) <= {"minifloat", "torch"}
 
 
 def test_import_leaves_the_programs_that_use_it_out() -> None:
-    """The command line and the training example are imported by those who run them."""
     loaded = after("import minifloat")["loaded"]
     assert [name for name in loaded if name.startswith(("minifloat.tools.cli", "minifloat.tools.train"))] == []
 
 
 def test_building_a_layer_makes_no_cuda_context() -> None:
-    """Devices default to PyTorch's: everything can be built where there is no GPU, or without touching it."""
     statement = "import minifloat; minifloat.Linear(16, 16, recipe='delayed')(torch.ones(2, 16)).sum().backward()"
     assert after(statement)["cuda"] is False
 
 
 def test_public_names() -> None:
-    """The promised names, each there."""
     assert list(minifloat.__all__) == PUBLIC
     assert all(hasattr(minifloat, name) for name in PUBLIC)
 
 
 def test_star_import_gives_the_public_names() -> None:
-    """And nothing else."""
     names: dict[str, Any] = {}
     exec("from minifloat import *", names)
     assert set(names) - {"__builtins__"} == set(PUBLIC)
 
 
 def test_names_that_submodules_promise_exist() -> None:
-    """Each entry of an ``__all__`` is defined."""
     for path in sorted(Path(minifloat.__file__).parent.glob("**/*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if "cli" in parts or "train" in parts or "__main__" in parts:
@@ -154,6 +147,5 @@ def test_names_that_submodules_promise_exist() -> None:
 
 
 def test_version_is_that_of_the_project() -> None:
-    """One number in two places."""
     line = f'version = "{minifloat.__version__}"'
     assert line in (ROOT / "pyproject.toml").read_text().splitlines()

@@ -184,7 +184,6 @@ KINDS: dict[type[Recipe], set[str]] = {
 
 @pytest.mark.parametrize("cls", KINDS)
 def test_kind_predicates(cls: type[Recipe]) -> None:
-    """Each class answers yes to its own questions only."""
     questions = set.union(*KINDS.values())
     assert {question for question in questions if getattr(cls, question)()} == KINDS[cls]
 
@@ -223,7 +222,6 @@ def test_nvfp4_cast_options_that_users_may_read(off: bool) -> None:
     ],
 )
 def test_short_names(name: str, recipe: Recipe) -> None:
-    """A short name is the recipe with its defaults, the same object each time."""
     assert recipes.named(name) == recipe
     assert recipes.as_recipe(name) is recipes.named(name)
     assert recipes.as_recipe(recipe) is recipe
@@ -304,7 +302,6 @@ any_recipe = st.one_of(delayed_recipes, current_recipes, block_recipes, mx_recip
 @given(any_recipe)
 @settings(max_examples=150, deadline=None)
 def test_round_trips(recipe: Recipe) -> None:
-    """By pickle, deepcopy and JSON comes an equal recipe with an equal hash."""
     text = json.dumps(recipe.to_dict())
     written = from_dict(json.loads(text), callables={f"{__name__}:{f.__name__}": f for f in FUNCTIONS})
     for other in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), written):
@@ -324,7 +321,6 @@ def test_frozen(recipe: Recipe, data: st.DataObject) -> None:
 @given(any_recipe, any_recipe)
 @settings(max_examples=100, deadline=None)
 def test_equal_where_all_fields_are(a: Recipe, b: Recipe) -> None:
-    """Equality is that of the dicts."""
     assert (a == b) == (a.to_dict() == b.to_dict())
 
 
@@ -347,7 +343,6 @@ def test_a_dict_says_what_it_holds() -> None:
 
 
 def test_a_dict_may_leave_defaults_out() -> None:
-    """Only what differs has to be written."""
     assert from_dict({"recipe": "DelayedScaling", "margin": 2}) == DelayedScaling(margin=2)
 
 
@@ -389,7 +384,6 @@ def test_a_dict_imports_nothing(values: Any, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_dict_takes_functions_from_the_caller() -> None:
-    """The error says how."""
     values = CustomRecipe(by_tensor).to_dict()
     name = f"{__name__}:by_tensor"
     with pytest.raises(ValueError, match=rf"qfactory is the function '{name}'.*callables="):
@@ -638,7 +632,6 @@ GIVEN, WIDE, STRIP, SQUARE = "e4m3/tensor/given", "e5m2/tensor/given", "e4m3/1x1
     ids=lambda value: type(value).__name__,
 )
 def test_expected_gemms(recipe: Recipe, gemms: list[Formats]) -> None:
-    """The operand pairs of the three GEMMs, written out."""
     assert recipe.expected_gemms() == dict(zip(("fprop", "dgrad", "wgrad"), gemms, strict=True))
 
 
@@ -683,7 +676,6 @@ def _step(layer: Linear) -> torch.Tensor:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_factory_is_called_once_for_each_role(own: bool) -> None:
-    """Once for each module and role, with the module's type and name, however many steps follow."""
     factory = Factory(by_tensor)
     recipe = CustomRecipe(factory)
     layers = [Linear(16, 16, name=name, recipe=recipe if own else None) for name in ("qkv", "proj")]
@@ -705,7 +697,6 @@ def test_factory_is_called_again_for_another_recipe_object() -> None:
 
 
 def test_factory_is_not_called_again_by_alternating_recipes() -> None:
-    """Once for each role of a module and recipe object, also where training and evaluation take turns."""
     factory = Factory(lambda role: Quantizer(Format()))
     first, second = CustomRecipe(factory), CustomRecipe(factory, backward_override="high_precision")
     layer = Linear(16, 16)
@@ -759,7 +750,6 @@ def test_hybrid_quantizers_reach_their_gemms() -> None:
 
 
 def test_quantizer_of_a_hybrid_takes_one_orientation_of_each() -> None:
-    """The columnwise format is the second quantizer's columnwise one."""
     nvfp4 = NVFP4BlockScaling().quantizer(QuantizerRole("linear", "input"))
     hybrid = Quantizer.hybrid(
         rowwise_quantizer=Quantizer(IDENTITY), columnwise_quantizer=nvfp4, columnwise_source="rowwise_dequantized"
@@ -769,7 +759,6 @@ def test_quantizer_of_a_hybrid_takes_one_orientation_of_each() -> None:
 
 
 def test_requests_that_differ_within_a_layer_raise() -> None:
-    """A layer has one history a direction, so its tensors must agree about it; the error names the layer."""
     lengths = {"input": 4, "weight": 8}
     recipe = CustomRecipe(lambda role: DelayedScalingRequest(amax_history_len=lengths.get(role.tensor_type, 4)))
     with pytest.raises(ValueError, match=r"'qkv'.*different parameters"):
@@ -777,7 +766,6 @@ def test_requests_that_differ_within_a_layer_raise() -> None:
 
 
 def test_equal_requests_share_one_history() -> None:
-    """Two of three tensors ask for delayed scaling: one history a direction, in which only their slots move."""
 
     def factory(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         wants = role.tensor_type in ("weight", "grad_output")
@@ -795,14 +783,12 @@ def test_equal_requests_share_one_history() -> None:
 
 
 def test_requests_of_two_layers_may_differ() -> None:
-    """Only within a layer do they share."""
     recipe = CustomRecipe(lambda role: DelayedScalingRequest(amax_history_len=4 if role.name == "a" else 8))
     layers = [Linear(16, 16, recipe=recipe, name=name) for name in "ab"]
     assert [len(layer.forward_scaling.amax_history) for layer in layers] == [4, 8]
 
 
 def test_request_has_the_options_of_the_recipe() -> None:
-    """A request stands for the recipe with its options."""
     request = DelayedScalingRequest(E4M3, 3, 16, "most_recent", None, False)
     assert request.recipe() == DelayedScaling(3, E4M3, 16, "most_recent", None, False)
 
@@ -842,5 +828,4 @@ def test_spec_round_trip(fmt: Format) -> None:
 
 
 def test_spec_of_the_identity() -> None:
-    """High precision has a string, too."""
     assert IDENTITY.spec == "identity" and parse("identity") == IDENTITY and not IDENTITY.quantized

@@ -295,7 +295,6 @@ def test_other_arguments() -> None:
 
 @pytest.mark.parametrize("way", [ours, with_contexts])
 def test_two_backwards(way: Way) -> None:
-    """A retained graph is recomputed for each backward, with the same scales."""
     results: list[list[Any]] = []
     for model, how in zip(twins(RECIPES["delayed"], own=True, uses=2), (without, way), strict=True):
         x = batch(0)
@@ -335,7 +334,6 @@ def test_evaluation_changes_nothing(context: Callable[[], Any], way: Way) -> Non
 
 @pytest.mark.parametrize("way", [ours, with_contexts, plain])
 def test_calibration_counts_once(way: Way) -> None:
-    """What calibration has recorded is not recorded again in the middle of a later step."""
     results: list[list[Any]] = []
     for how in (without, way):
         torch.manual_seed(3)
@@ -351,7 +349,6 @@ def test_calibration_counts_once(way: Way) -> None:
 
 
 def test_recipes_that_take_turns() -> None:
-    """Forwards under different recipes, recomputed afterwards, each under its own."""
     recipes = [RECIPES["mxfp8"], RECIPES["delayed"], RECIPES["current"]]
     results: list[list[Any]] = []
     for model, way in zip(twins(RECIPES["delayed"], own=False), (without, ours), strict=True):
@@ -369,7 +366,6 @@ def test_recipes_that_take_turns() -> None:
 
 
 def test_amaxes_count_once() -> None:
-    """The histories hold the amaxes of each step once, in their order."""
     model, _ = twins(RECIPES["delayed"], own=True)
     for number in range(3):
         run_model(model, batch(number), ours).sum().backward()
@@ -396,7 +392,6 @@ def offloaded_outside(checkpoint: Way) -> Way:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_save_on_cpu(name: str) -> None:
-    """Operands go through PyTorch's hooks and come back as they were."""
     around = lambda: autocast(recipe=RECIPES[name])  # noqa: E731
     expected = train(twins(RECIPES[name], own=False)[0], without, around, ORDERS[1])
     for way in (offloaded, offloaded_inside(ours), offloaded_outside(ours)):
@@ -665,7 +660,6 @@ def test_compiled_module_that_checkpoints_itself() -> None:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_checkpoint_beside_delayed_scaling() -> None:
-    """What is outside of the checkpoint compiles."""
     torch.manual_seed(0)
     layer, other = Linear(IN, IN, recipe=RECIPES["delayed"]), torch.nn.Linear(IN, IN)
 
@@ -678,7 +672,6 @@ def test_compiled_checkpoint_beside_delayed_scaling() -> None:
 
 
 def test_own_context_fn_is_refused() -> None:
-    """Nothing that was asked for is dropped in silence."""
     with pytest.raises(ValueError, match="context_fn of its own"):
         minifloat.checkpoint(torch.sin, torch.ones(1), context_fn=minifloat.checkpoint_context_fn)
 

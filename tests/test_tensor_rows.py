@@ -16,7 +16,7 @@ from minifloat.recipe import named
 from minifloat.tensor import quantize
 from minifloat.tensor.rows import QuantizedRows, rows_of
 from tests.helpers.compare import assert_same_bits
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import on_ranks
 from tests.helpers.sample import each_once, each_twice
 
 RECIPES = ["current", "block", "rowwise", "mxfp8", "nvfp4", "mxfp4"]
@@ -112,8 +112,10 @@ def test_compiled(recipe: str, dynamic: bool) -> None:
         assert_same_bits(parameter.grad, plain.grad)
 
 
-def written(rank: int, size: int, recipe: str) -> list[Tensor]:
-    """Codes and scales of this rank's rows after a step, in a graph and not."""
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "block", "nvfp4"])
+@on_ranks(2)
+def test_written_in_compiled_code(rank: int, size: int, recipe: str) -> None:
+    """Neighbours exchange rows of blocks that they share, as in eager code."""
     torch.manual_seed(0)
     quantizer = named(recipe).quantizer(QuantizerRole("linear", "weight"))
     group = Group.of(torch.distributed.group.WORLD)
@@ -131,13 +133,6 @@ def written(rank: int, size: int, recipe: str) -> list[Tensor]:
         run = torch.compile(step, backend="aot_eager", fullgraph=True) if compiled else step
         run(shard, torch.randn(50, 64, generator=torch.Generator().manual_seed(rank)))
         found += shard._buffers().values()
-    return found
-
-
-@pytest.mark.parametrize("recipe", ["current", "mxfp8", "block", "nvfp4"])
-def test_written_in_compiled_code(worker_pool: Pools, recipe: str) -> None:
-    """Neighbours exchange rows of blocks that they share, as in eager code."""
-    for found in worker_pool(2).run(written, recipe):
-        half = len(found) // 2
-        for mine, expected in zip(found[:half], found[half:], strict=True):
-            assert torch.equal(mine, expected)
+    half = len(found) // 2
+    for mine, expected in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(mine, expected)

@@ -163,7 +163,9 @@ def test_what_does_not_fit_is_refused(rank: int, size: int) -> None:
         gather(rowwise, shards, world(), rowwise=True, columnwise=True)
 
 
-def several(rank: int, size: int, caller_coalesces: bool) -> tuple[list[str], list[str]]:
+@pytest.mark.parametrize("caller_coalesces", [False, True])
+@on_ranks(2)
+def test_several_tensors_in_one_call(rank: int, size: int, caller_coalesces: bool) -> None:
     """Three tensors as one transfer (gloo: a call each), beside another one, started later and waited for first."""
     rows = (20, 13)
     drawn = [example(rows, PER_TENSOR), example(rows, STRIPS), example(rows, PLAIN, HADAMARD), example(rows, TILES)]
@@ -180,11 +182,7 @@ def several(rank: int, size: int, caller_coalesces: bool) -> tuple[list[str], li
             second = start_gather(parts[3:], shards[0], world(), **usage)
     found = second.wait() + first.wait()
     results = [difference(*pair) for pair in zip(found, (wholes[3], *wholes[:3]), strict=True)]
-    return results, [sent.collective for sent in wire.sent]
-
-
-@pytest.mark.parametrize("caller_coalesces", [False, True])
-def test_several_tensors_in_one_call(worker_pool: Pools, caller_coalesces: bool) -> None:
-    for results, collectives in worker_pool(2).run(several, caller_coalesces):
-        assert results == [""] * 4
-        assert set(collectives) == {"allgather_into_tensor_coalesced_" if caller_coalesces else "_allgather_base_"}
+    assert results == [""] * 4
+    assert {sent.collective for sent in wire.sent} == {
+        "allgather_into_tensor_coalesced_" if caller_coalesces else "_allgather_base_"
+    }

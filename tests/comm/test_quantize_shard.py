@@ -97,7 +97,8 @@ def test_groups_of_a_mesh(rank: int, size: int) -> str:
     return difference(gather(part, shards, group, rowwise=True, columnwise=True), expected)
 
 
-def known_amaxes(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_amaxes_that_are_known(rank: int, size: int) -> None:
     """A producer has found the amaxes of its own rows: the same result, rotated groups that straddle included."""
     results = []
     for drawn in (example((5, 9), PER_TENSOR), example((5, 9), PLAIN, HADAMARD), example((16, 9), PLAIN, HADAMARD)):
@@ -109,11 +110,7 @@ def known_amaxes(rank: int, size: int) -> list[str]:
             assert kept is not None and again is not None and torch.equal(kept, again), "the caller's own"
         found = gather(part, shards, world(), rowwise=True, columnwise=True)
         results.append(difference(found, quantizer(x)))
-    return results
-
-
-def test_amaxes_that_are_known(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(known_amaxes) == [[""] * 3] * 2
+    assert results == [""] * 3
 
 
 def measured(rank: int, size: int) -> tuple[float, float]:

@@ -45,7 +45,6 @@ def reasons(report: ConversionReport) -> dict[str, str]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_equals_a_hand_built_model(recipe: str) -> None:
-    """Outputs and gradients are, bit for bit, those of a model that was built from minifloat.Linear."""
     model = Model()
     hand = Model(Linear)
     hand.load_state_dict(model.state_dict())
@@ -60,7 +59,6 @@ def test_equals_a_hand_built_model(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_everything_keeps_its_identity(recipe: str) -> None:
-    """Module and parameter objects, their order, names and training flag are what they were."""
     model = Model()
     for parameter in model.blocks[0].parameters():
         parameter.requires_grad_(False)
@@ -79,7 +77,6 @@ def test_everything_keeps_its_identity(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_revert_is_exact(recipe: str) -> None:
-    """After training steps, revert gives a model that nobody can tell from one that was never converted."""
     model = Model()
     model.blocks[0].gate.name, model.blocks[0].gate.mark = "mine", "kept"
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -104,7 +101,6 @@ def test_revert_is_exact(recipe: str) -> None:
 
 
 def test_optimizer_made_before() -> None:
-    """An optimizer that was made before the conversion trains the converted model, and the reverted one."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -122,7 +118,6 @@ def test_optimizer_made_before() -> None:
 
 
 def test_hooks_are_kept() -> None:
-    """Hooks of modules and of parameters run as before, while converted and after."""
     model, seen = Model(), Counter[str]()
     layer = model.blocks[0].down
     layer.register_forward_pre_hook(lambda module, args: seen.update(["pre"]))
@@ -188,7 +183,6 @@ def test_delayed_scaling_is_ready() -> None:
 
 
 def test_meta_model_that_reverts() -> None:
-    """A model without memory converts and reverts."""
     with torch.device("meta"):
         model = Model()
     small_too(model, "nvfp4")
@@ -231,7 +225,6 @@ def test_head_stays_in_bf16_inside_autocast() -> None:
 
 
 def test_print_shows_the_recipe() -> None:
-    """print(model) shows each layer's own recipe, that of a surrounding autocast, or neither."""
     model = Model()
     small_too(model, "mxfp8", rules=[("*.gate", "current"), ("*.up", None)])
     block = model.blocks[0]
@@ -285,7 +278,6 @@ def test_siblings_share_one_cast(recipe: str) -> None:
 
 
 def test_rules_win_in_their_order() -> None:
-    """The first matching rule decides, over the filter and the recipe of all."""
     model = Model()
     own = MXFP8BlockScaling(enable_2d_quantization=True)
     rules = [
@@ -311,7 +303,6 @@ def test_rules_that_match_nothing() -> None:
 
 
 def test_only_what_rules_say() -> None:
-    """With recipe "none" rules alone convert."""
     model = Model()
     report = convert(model, "none", rules=[("*.o", "nvfp4")])
     assert converted(report) == ["blocks.0.attention.o", "blocks.1.attention.o"]
@@ -388,7 +379,6 @@ def test_histories_under_autocast_outlast_a_second_conversion() -> None:
 
 
 def test_part_of_a_model() -> None:
-    """A part is converted and reverted by itself."""
     model = Model()
     convert(model.blocks[0], "current", everything)
     convert(model.blocks[1], "mxfp8", everything)
@@ -475,7 +465,6 @@ def test_tied_weights() -> None:
 
 
 def test_default_filter_as_a_part() -> None:
-    """The default rule can be used inside of a filter of one's own."""
     model = Model()
     default = DefaultFilter(model, smallest=1)
     report = convert(model, "current", lambda module, name: default(module, name) and "blocks.0" not in name)
@@ -669,7 +658,6 @@ def test_class_of_an_own_linear_may_change() -> None:
 
 
 def test_split_parameters_of_an_own_linear() -> None:
-    """A Linear with parameters_split converts like any other."""
     layer = Linear(8, 12, parameters_split={"q": 8, "k": 4})
     report = convert(nn.ModuleDict({"qk": layer}), "current")
     assert report.converted[0].shape == (12, 8) and report.fraction == 1
@@ -691,7 +679,6 @@ def test_shared_modules() -> None:
 
 
 def test_linears_with_one_weight() -> None:
-    """Two linears that share a parameter go on sharing it."""
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     second.weight = first.weight
     model = nn.Sequential(first, second)
@@ -774,13 +761,11 @@ def test_bad_arguments_change_nothing(recipe: Any, rules: Any, error: type[Excep
 
 
 def test_model_that_is_none() -> None:
-    """convert needs a module."""
     with pytest.raises(TypeError, match=r"model is {}; a torch.nn.Module"):
         convert({}, "current")  # type: ignore[arg-type]
 
 
 def test_factory_that_fails_halfway() -> None:
-    """A custom recipe that answers wrongly for a later layer leaves no layer converted; names are those of layers."""
     seen = set()
 
     def factory(role: QuantizerRole) -> Any:

@@ -127,7 +127,6 @@ def test_report_names_what_is_left_alone() -> None:
 
 
 def test_default_size_leaves_a_tiny_model_alone() -> None:
-    """Without arguments nothing of so small a model is worth a cast, and the report says that."""
     report = convert(llama(), "current")
     assert not report.converted and report.fraction == 0
     assert sum("too small" in layer.reason for layer in report.left_alone) == len(ATTENTION | MLP) + 1
@@ -155,7 +154,6 @@ def test_conv1d_equals_a_hand_built_linear() -> None:
 
 
 def test_conv1d_is_reset_as_one() -> None:
-    """Initial values of a converted Conv1D, as after to_empty, are those of a new Conv1D."""
     conv = transformers.pytorch_utils.Conv1D(64, 64)
     convert(conv, "delayed", rules=[("*", "delayed")])
     conv.forward_scaling.scale.fill_(3)
@@ -187,7 +185,6 @@ def test_head_stays_in_high_precision_inside_autocast() -> None:
 
 @pytest.mark.parametrize(("recipe", "inputs"), [("current", 4), ("delayed", 7)])
 def test_siblings_share_one_cast(recipe: str, inputs: int) -> None:
-    """q, k, v and gate, up of a Llama block cast their input once, beside seven weights; delayed scales are not one."""
     model = llama()
     small_too(model, recipe)
     with CountCasts() as casts, torch.no_grad():
@@ -196,7 +193,6 @@ def test_siblings_share_one_cast(recipe: str, inputs: int) -> None:
 
 
 def test_saved_and_loaded_by_the_hub_format(tmp_path: object) -> None:
-    """save_pretrained of a converted model is the checkpoint of the model itself."""
     model = llama()
     small_too(model, "current")
     model.save_pretrained(tmp_path)
@@ -212,7 +208,6 @@ def test_saved_and_loaded_by_the_hub_format(tmp_path: object) -> None:
     ("recipe", "options"), [("current", {}), ("delayed", {"context_fn": minifloat.checkpoint_context_fn})]
 )
 def test_gradient_checkpointing(recipe: str, options: dict[str, Any]) -> None:
-    """Hugging Face's own activation checkpointing gives the same gradients, bit for bit."""
     model = llama()
     small_too(model, recipe)
     twin = copy.deepcopy(model)
@@ -226,7 +221,6 @@ def test_gradient_checkpointing(recipe: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_compiled_in_one_graph(recipe: str) -> None:
-    """Converted Conv1Ds compile without a graph break and give the same numbers as without a compiler."""
     torch._dynamo.reset()
     parts = [transformers.pytorch_utils.Conv1D(24, 16), nn.GELU(), transformers.pytorch_utils.Conv1D(16, 24)]
     model = nn.Sequential(*parts)

@@ -222,10 +222,7 @@ def test_refused() -> None:
 @pytest.mark.parametrize("recipe", ["none", "block"])
 @on_ranks(2)
 def test_tensor_parallel(rank: int, world_size: int, recipe: str) -> None:
-    """Each rank multiplies its part of the weight so; two ranks have one sum.
-
-    On two ranks: parts of the rows through a column-parallel and a row-parallel linear.
-    """
+    """Each rank multiplies its part of the weight so; two ranks have one sum."""
     torch.manual_seed(0)
     group = torch.distributed.group.WORLD
     layers = nn.Sequential(

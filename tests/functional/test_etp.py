@@ -130,7 +130,9 @@ def test_ranks_without_rows_decide_as_others_do(worker_pool: Pools, most: int | 
     check_scenarios(worker_pool, 3, "current", ["saved on CPU", "written between"], 2, most, 4)
 
 
-def hits(rank: int, size: int, depth: int) -> list[tuple[int, int, int]]:
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@on_ranks(2)
+def test_a_steady_loop_wastes_no_gather(rank: int, size: int, depth: int) -> None:
     """Of each step: gathers, those that were not used, and products that waited for a gather of their own."""
     net, data = make(True), Data(rank)
     set_prefetch(net, depth)
@@ -151,46 +153,36 @@ def hits(rank: int, size: int, depth: int) -> list[tuple[int, int, int]]:
             now = ahead.gathered, ahead.wasted, missed[0]
             counts.append((now[0] - before[0], now[1] - before[1], now[2] - before[2]))
             before = now
-    return counts
+    assert counts[0] == (8, 0, 8)  # of 4 layers, each forward and backward
+    assert counts[1:] == [(8, 0, 8 if depth == 0 else 1)] * 3  # nothing is predicted of a step's first
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_steady_loop_wastes_no_gather(worker_pool: Pools, depth: int) -> None:
-    for counts in worker_pool(2).run(hits, depth):
-        assert counts[0] == (8, 0, 8)  # of 4 layers, each forward and backward
-        assert counts[1:] == [(8, 0, 8 if depth == 0 else 1)] * 3  # nothing is predicted of a step's first
-
-
-def count_casts(rank: int, size: int, recipe: str, first: tuple[bool | None, ...]) -> list[tuple[int, int]]:
+@pytest.mark.parametrize(("first", "casts"), [((None,) * 3, 3), ((True, False, False), 1)])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+@on_ranks(2)
+def test_weights_are_cast_together_once_a_pass_or_a_step(
+    rank: int, size: int, recipe: str, first: tuple[bool | None, ...], casts: int
+) -> None:
     """Of each step of several microbatches: weights that are cast, and all-reduces of their amaxes."""
     net, data = make(True, recipe), Data(rank)
-    counts, casts = [], [0]
+    counts, made = [], [0]
     together = weight.cast_together
 
     def count(wanted: Any, replayed: Any = None) -> Any:
-        casts[0] += len(wanted)
+        made[0] += len(wanted)
         return together(wanted, replayed)
 
     with mock.patch.object(weight, "cast_together", count):
         for _ in range(3):
             sgd(net)
-            casts[0] = reduced = 0
+            made[0] = reduced = 0
             for each in first:
                 with recorded() as calls:
                     y = net(data.draw(), first=each)
                 reduced += sum(name == "all-reduce" for name, *_ in calls)
                 y.backward(data.draw())
-            counts.append((casts[0], reduced))
-    return counts
-
-
-@pytest.mark.parametrize(("first", "casts"), [((None,) * 3, 3), ((True, False, False), 1)])
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-def test_weights_are_cast_together_once_a_pass_or_a_step(
-    worker_pool: Pools, recipe: str, first: tuple[bool | None, ...], casts: int
-) -> None:
-    for counts in worker_pool(2).run(count_casts, recipe, first):
-        assert counts[1:] == [(4 * casts, casts if recipe == "current" else 0)] * 2
+            counts.append((made[0], reduced))
+    assert counts[1:] == [(4 * casts, casts if recipe == "current" else 0)] * 2
 
 
 # ---- casts that are repeated for backward ----
@@ -421,7 +413,8 @@ def test_layers_that_are_replaced(rank: int, size: int) -> list[str]:
     return etp.differences(nets[1], nets[0], results[1], results[0])
 
 
-def prefetched(rank: int, size: int) -> list[int]:
+@on_ranks(2)
+def test_each_model_has_its_own_prefetch(rank: int, size: int) -> None:
     """How many gathers two models over one group start ahead."""
     mesh, found = init_device_mesh("cpu", (size,), mesh_dim_names=("etp",)), []
     nets = [nn.Sequential(*[Linear(8, 8, recipe="current") for _ in range(6)]) for _ in range(2)]
@@ -434,11 +427,7 @@ def prefetched(rank: int, size: int) -> list[int]:
         for _ in range(3):
             net(torch.ones(2, 8)).sum().backward()
         found.append(max(counts))
-    return found
-
-
-def test_each_model_has_its_own_prefetch(worker_pool: Pools) -> None:
-    assert worker_pool(2).run(prefetched) == [[3, 0]] * 2
+    assert found == [3, 0]
 
 
 # ---- memory and races ----

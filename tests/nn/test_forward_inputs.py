@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import minifloat
-from tests.helpers.distributed_pool import Pools, on_ranks
+from tests.helpers.distributed_pool import on_ranks
 from tests.helpers.sample import each_once
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
@@ -156,7 +156,9 @@ def test_parameters_and_subclasses_are_tensors() -> None:
 CUSTOM_ERROR = "_set_storage_data_ptr_access_error_msg"  # PyTorch 2.14
 
 
-def pytorchs_plan(rank: int, size: int, recipe: str | None) -> list[str]:
+@pytest.mark.parametrize("recipe", [None, "current"])
+@on_ranks(2)
+def test_pytorchs_tensor_parallelism(rank: int, size: int, recipe: str | None) -> None:
     mesh = init_device_mesh("cpu", (size,))
     found = []
     for style in (ColwiseParallel(), RowwiseParallel()):
@@ -170,18 +172,12 @@ def pytorchs_plan(rank: int, size: int, recipe: str | None) -> list[str]:
     for kind in ("LayerNormMLP", "RMSNorm", "TransformerLayer"):
         with pytest.raises(ValueError, match=rf"{kind}.* is a DTensor.*parallelize"):
             LAYERS[kind](recipe=recipe)(DTensor.from_local(dense, mesh, [Replicate()]))
-    return found
-
-
-@pytest.mark.parametrize("recipe", [None, "current"])
-def test_pytorchs_tensor_parallelism(worker_pool: Pools, recipe: str | None) -> None:
-    for found in worker_pool(2).run(pytorchs_plan, recipe):
-        for message in found:
-            if recipe is None:
-                assert message == "ran"  # without a recipe the layer is PyTorch's own
-            else:
-                assert message.startswith("ValueError: Linear(64, 64): input is a DTensor")
-                assert "parallel_mode='column' or 'row'" in message and "minifloat.distributed.parallelize" in message
+    for message in found:
+        if recipe is None:
+            assert message == "ran"  # without a recipe the layer is PyTorch's own
+        else:
+            assert message.startswith("ValueError: Linear(64, 64): input is a DTensor")
+            assert "parallel_mode='column' or 'row'" in message and "minifloat.distributed.parallelize" in message
 
 
 @on_ranks(2)

@@ -58,7 +58,6 @@ def test_returned_norm(recipe: Recipe) -> None:
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @for_each(NAMED)
 def test_special_rows(recipe: Recipe, value: float) -> None:
-    """Rows of zeros, and inputs that hold NaN or infinity, give what the model by hand gives."""
     for case in (LinearCase(centered=True), MLPCase()):
         assert_special_rows(case, recipe, value)
 
@@ -85,7 +84,6 @@ def test_equals_its_parts(cases: tuple[Any, ...], recipe: Recipe) -> None:
 
 @for_each({name: STATELESS_FUSED[name] for name in ("current", "mxfp8")})
 def test_parts_are_ordinary_modules(recipe: Recipe) -> None:
-    """The parts called by hand, with no fused module around them."""
     case = LinearCase((3, 5))
     module = case.module()
     x, dy = case.batch()
@@ -134,7 +132,6 @@ def test_a_replaced_forward_runs(part: str) -> None:
 
 @pytest.mark.parametrize("recipe", [None, "none"])
 def test_high_precision(recipe: str | None) -> None:
-    """Without a recipe it is norm and linear of PyTorch."""
     module = LinearCase(dtype=FP32).module(recipe=recipe, return_layernorm_output=True)
     x, dy = LinearCase(dtype=FP32).batch()
     n = nn.functional.layer_norm(x, (48,), module.norm.weight, module.norm.bias, module.norm.norm.eps)

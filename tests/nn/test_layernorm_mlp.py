@@ -296,7 +296,6 @@ def test_quantized_output_meets_the_next_linear(recipe: Recipe) -> None:
 @for_each({name: NAMED[name] for name in ("delayed", "current", "mxfp8")})
 @MODULES
 def test_quantized_input(case: Any, recipe: Recipe) -> None:
-    """A quantized input is read by its values."""
     module, (x, dy) = case.module(), case.batch()
     producer = Linear(48, 48)
     with autocast(recipe=recipe), torch.no_grad():
@@ -315,7 +314,6 @@ def test_quantized_input(case: Any, recipe: Recipe) -> None:
 
 @for_each({name: NAMED[name] for name in ("delayed", "block")})
 def test_parameters_split(recipe: Recipe) -> None:
-    """Several parameters, one product: the bits of one parameter, and a gradient for each."""
     case = LinearCase(N=40)
     whole = case.module()
     split = case.module(parameters_split={"query": 16, "key": 8, "value": 16})
@@ -334,7 +332,6 @@ def test_parameters_split(recipe: Recipe) -> None:
 
 
 def test_init_methods_and_dtype() -> None:
-    """Each method fills its weight; biases start as zeros; all parameters have ``params_dtype``."""
     mlp = LayerNormMLP(16, 24, init_method=nn.init.ones_, output_layer_init_method=nn.init.zeros_, params_dtype=BF16)
     assert (mlp.fc1.weight == 1).all() and not mlp.fc2.weight.any() and not mlp.fc1.bias.any()
     assert {p.dtype for p in mlp.parameters()} == {BF16}
@@ -349,7 +346,6 @@ def test_init_methods_and_dtype() -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "current", None])
 @MODULES
 def test_meta_device(case: Any, recipe: str | None) -> None:
-    """Made on ``meta``, given memory and initial values later, it is the module made at once."""
     at_once = type(case.module())
     sizes = (48, 40) if isinstance(case, MLPCase) else (48, 33)
     late = at_once(*sizes, recipe=recipe, device="meta")
@@ -371,7 +367,6 @@ def test_meta_device(case: Any, recipe: str | None) -> None:
 @for_each(NAMED)
 @MODULES
 def test_quantized_weights(case: Any, recipe: Recipe) -> None:
-    """Weights made in ``quantized_model_init`` are used as they are: the bits of a layer that casts them."""
     case = replace(case, dtype=FP32)
     with quantized_model_init(recipe=recipe):
         module = case.module()
@@ -387,7 +382,6 @@ def test_quantized_weights(case: Any, recipe: Recipe) -> None:
 @for_each({name: NAMED[name] for name in ("delayed", "nvfp4")})
 @MODULES
 def test_copies(case: Any, recipe: Recipe) -> None:
-    """A deep copy, a pickled and a state dict's copy go on as the original does."""
     module, (x, dy) = case.module(recipe=recipe), case.batch()
     run(module, x, dy, None)
     buffer = io.BytesIO()
@@ -409,7 +403,6 @@ def test_copies(case: Any, recipe: Recipe) -> None:
 @for_each(NAMED)
 @pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True, "return_bias": True}], ids=["y", "all"])
 def test_checkpoint(recipe: Recipe, outside: bool, options: dict[str, Any]) -> None:
-    """``checkpoint=True`` changes no bit of output, gradients, histories or random draws over three steps."""
     case = MLPCase(activation="swiglu")
     own = None if outside else recipe
     plain, saving = case.module(recipe=own, **options), case.module(recipe=own, checkpoint=True, **options)
@@ -449,7 +442,6 @@ def test_bad_arguments(make: Any, message: str) -> None:
 @pytest.mark.parametrize("recipe", ["current", "delayed", None])
 @MODULES
 def test_bad_input(case: Any, recipe: str | None) -> None:
-    """Errors name the layer or the norm, and what it got."""
     module = case.module(recipe=recipe, name="block")
     with pytest.raises(ValueError, match=r"\(5, 47\).*48"):
         module(torch.randn(5, 47))
@@ -460,7 +452,6 @@ def test_bad_input(case: Any, recipe: str | None) -> None:
 
 
 def test_names_of_roles() -> None:
-    """Recipes see the linears by name."""
     seen: set[str] = set()
 
     def factory(role: Any) -> Any:

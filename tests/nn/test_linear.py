@@ -280,7 +280,6 @@ def kinds(counts: Counter[Any]) -> Counter[str]:
 @for_each(LINEAR_NAMED | {"block 1d": LINEAR_RECIPES["block 1d"]})
 @pytest.mark.parametrize("needs", ["x w b", "x w", "x b", "w b", "x", "w", "b", "none"])
 def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
-    """GEMMs and casts that no gradient needs are skipped; the gradients that are needed are those of a full step."""
     wanted = set(needs.split())
     layer, x, dy = Linear(48, 40), torch.randn(32, 48), torch.randn(32, 40)
     full = copy.deepcopy(layer)
@@ -405,7 +404,6 @@ def test_fused_accumulation(first: bool | None, recipe: Recipe) -> None:
 @for_each(SOME_STATELESS)
 @pytest.mark.parametrize("split", [None, {"query": 20, "key": 33}], ids=["whole", "split"])
 def test_wgrad_in_weight_dtype(split: Any, recipe: Recipe) -> None:
-    """Autograd gets dW in fp32, which is not rounded to the dtype of X before; that of several microbatches adds up."""
     layer, total = Linear(37, 53, parameters_split=split), torch.zeros(53, 37)
     layer.wgrad_in_weight_dtype = True
     for _ in range(2):
@@ -655,7 +653,6 @@ def test_no_optimizer_steps_while_a_weight_gradient_waits(make: Any) -> None:
 
 
 def test_backward_dw_of_a_layer_that_does_not_delay() -> None:
-    """``backward_dw`` raises and says which option it needs."""
     with pytest.raises(ValueError, match=r"Linear\(4, 6\).*delay_wgrad_compute=True"):
         Linear(4, 6).backward_dw()
 
@@ -706,7 +703,6 @@ def test_microbatches(recipe: Recipe) -> None:
 
 @for_each(SOME_STATELESS)
 def test_microbatches_compute_the_same(recipe: Recipe) -> None:
-    """With a kept weight the numbers are those without, in inference first and in training."""
     layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
     plain = step(layer, x, dy, recipe)
     for first in (True, False):
@@ -806,7 +802,6 @@ def test_what_is_kept_for_backward(name: str, keeps: str) -> None:
 
 
 def test_kept_weight_is_kept_once() -> None:
-    """Microbatches share one quantized weight: three forwards keep three inputs and one weight."""
     M, K, N = 48, 160, 96
     layer = Linear(K, N, recipe="current")
     leaf = torch.randn(M, K, dtype=BF16, requires_grad=True)
@@ -870,7 +865,6 @@ def trained(recipe: Recipe, **kwargs: Any) -> Linear:
 
 @for_each(SOME_LINEAR)
 def test_state_dict_keys(recipe: Recipe) -> None:
-    """Keys are those of ``nn.Linear``, and the histories' under delayed scaling, before and after training."""
     extra = HISTORY_KEYS if linear_config(recipe).delayed is not None else set()
     assert set(Linear(4, 6).state_dict()) == {"weight", "bias"}
     assert set(Linear(4, 6, recipe=recipe).state_dict()) == {"weight", "bias"} | extra
@@ -880,7 +874,6 @@ def test_state_dict_keys(recipe: Recipe) -> None:
 
 @for_each(SOME_LINEAR)
 def test_loading_from_and_to_nn_linear(recipe: Recipe) -> None:
-    """Strict loading works from an ``nn.Linear`` under any recipe, and back where there are no histories."""
     plain, layer = nn.Linear(37, 53), trained(recipe)
     layer.load_state_dict(plain.state_dict(), strict=True)
     assert torch.equal(layer.weight, plain.weight) and torch.equal(layer.bias, plain.bias)
@@ -899,7 +892,6 @@ def assert_same_state(a: nn.Module, b: nn.Module) -> None:
 
 
 def test_checkpoint_brings_histories_before_first_use() -> None:
-    """A layer that has not run yet takes histories from a checkpoint, and goes on as the one that was saved."""
     saved, fresh = trained(DELAYED), Linear(37, 53)
     assert saved.forward_scaling.amax_history.abs().sum() > 0 and (saved.backward_scaling.scale != 1).any()
     fresh.load_state_dict(saved.state_dict(), strict=True)
@@ -920,7 +912,6 @@ def test_checkpoint_inside_a_model() -> None:
 
 
 def test_missing_histories_start_anew() -> None:
-    """A checkpoint without histories loads strictly and resets them; the checkpoint itself is not written to."""
     layer, before = trained(DELAYED), Linear(37, 53, recipe=DELAYED).state_dict()
     checkpoint = nn.Linear(37, 53).state_dict()
     layer.load_state_dict(checkpoint, strict=True)
@@ -929,7 +920,6 @@ def test_missing_histories_start_anew() -> None:
 
 
 def test_extra_histories_do_not_disturb_other_recipes() -> None:
-    """A delayed-scaling checkpoint loads strictly into a layer under another recipe, whose numbers do not change."""
     saved, layer, plain = trained(DELAYED), Linear(37, 53, recipe="mxfp8"), Linear(37, 53, recipe="mxfp8")
     layer.load_state_dict(saved.state_dict(), strict=True)
     plain.load_state_dict({key: saved.state_dict()[key] for key in ("weight", "bias")}, strict=True)
@@ -956,7 +946,6 @@ def test_history_of_another_length(length: int) -> None:
     "copier", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
 )
 def test_copies_are_independent(copier: Callable[[Linear], Linear], recipe: Recipe) -> None:
-    """A deep copy or a pickled layer goes on alike, and does not share its state or its kept weight."""
     layer = trained(recipe, name="fc")
     layer_call(layer, torch.randn(4, 37), recipe, True)  # keeps a quantized weight
     twin = copier(layer)
@@ -1002,7 +991,6 @@ def test_waiting_gradients_are_not_copied(copier: Callable[[Linear], Linear]) ->
     ids=["half", "bfloat16", "to", "to_dtype", "double"],
 )
 def test_histories_stay_fp32(convert: Callable[[nn.Module], nn.Module]) -> None:
-    """Casting the module casts its parameters; scales and amaxes keep their dtype and every bit."""
     layer = trained(DELAYED)
     before = copy.deepcopy(layer.state_dict())
     converted = convert(nn.Sequential(layer))[0]
@@ -1014,7 +1002,6 @@ def test_histories_stay_fp32(convert: Callable[[nn.Module], nn.Module]) -> None:
 
 @for_each(LINEAR_NAMED)
 def test_meta_device(recipe: Recipe) -> None:
-    """Built without memory, materialised and initialised: the layer is one that was built on the device."""
     with torch.device("meta"):
         layer = Linear(37, 53, recipe=recipe)
     assert all(tensor.is_meta for tensor in layer.state_dict().values())
@@ -1031,7 +1018,6 @@ def test_meta_device(recipe: Recipe) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_is_an_nn_linear(dtype: torch.dtype, bias: bool) -> None:
-    """The type, the initial values for a seed, and results without a recipe are those of ``nn.Linear``."""
     torch.manual_seed(7)
     plain = nn.Linear(37, 53, bias, dtype=dtype)
     torch.manual_seed(7)
@@ -1071,7 +1057,6 @@ def test_bad_input(x: Tensor, error: type[Exception], match: str, recipe: Recipe
 
 
 def test_float64_without_a_recipe() -> None:
-    """In high precision a float64 layer works."""
     layer = Linear(5, 3, dtype=torch.float64)
     x = torch.randn(2, 5, dtype=torch.float64)
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
@@ -1100,28 +1085,24 @@ def test_forward_on_meta(recipe: Recipe | None) -> None:
 
 
 def test_unnamed_layers_are_called_by_their_sizes() -> None:
-    """Without a name an error says which layer by its features."""
     with pytest.raises(ValueError, match=r"Linear\(37, 53\).*36"):
         Linear(37, 53)(torch.ones(2, 36))
 
 
 @pytest.mark.parametrize("wrong", [3, MXFP8BlockScaling, {"recipe": "mxfp8"}, torch.float8_e4m3fn], ids=str)
 def test_wrong_recipe_type(wrong: Any) -> None:
-    """What is neither a recipe nor a name is a TypeError at construction that lists the names."""
     with pytest.raises(TypeError, match="mxfp8"):
         Linear(4, 6, recipe=wrong)
 
 
 @pytest.mark.parametrize("wrong", ["fp8", "MXFP8", ""])
 def test_unknown_recipe_name(wrong: str) -> None:
-    """An unknown name is a ValueError at construction that lists the names there are."""
     with pytest.raises(ValueError, match=rf"'{wrong}'.*delayed.*current.*block.*mxfp8.*nvfp4"):
         Linear(4, 6, recipe=wrong)
 
 
 @for_each(SOME_LINEAR)
 def test_zero_tokens(recipe: Recipe) -> None:
-    """No tokens: an empty output and input gradient, zero gradients of weight and bias, and no damage to the state."""
     layer = Linear(37, 53)
     result = step(layer, torch.randn(2, 0, 37, dtype=BF16), torch.randn(2, 0, 53, dtype=BF16), recipe)
     assert result.y.shape == (2, 0, 53) and result.dx is not None and result.dx.shape == (2, 0, 37)
@@ -1135,7 +1116,6 @@ def test_zero_tokens(recipe: Recipe) -> None:
 @for_each(SOME_LINEAR)
 @pytest.mark.parametrize(("K", "N"), [(0, 4), (4, 0)])
 def test_zero_features(K: int, N: int, recipe: Recipe) -> None:
-    """No input features: the bias. No output features: an empty output and zero input gradients."""
     with pytest.warns(UserWarning, match="zero-element"):
         layer = Linear(K, N)
         nn.init.ones_(layer.bias)
@@ -1180,7 +1160,6 @@ def test_nan_in_a_gradient(recipe: Recipe) -> None:
 
 @for_each(FP8_RECIPES)
 def test_nan_weights(recipe: Recipe) -> None:
-    """A NaN weight makes its output feature and its column of dX NaN; a layer of NaNs gives NaN, and no error."""
     layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
     with torch.no_grad():
         layer.weight[9, 7] = float("nan")
@@ -1250,7 +1229,6 @@ def test_inputs_that_are_views(view: Callable[[], Tensor], recipe: Recipe) -> No
 
 @for_each(LINEAR_NAMED)
 def test_gradient_of_a_sum(recipe: Recipe) -> None:
-    """``y.sum().backward()``, whose gradient is one number expanded, is a step with a gradient of ones."""
     layer, x = Linear(37, 53), torch.randn(20, 37)
     twin = copy.deepcopy(layer)
     expected = step(twin, x, torch.ones(20, 53), recipe)
@@ -1331,7 +1309,6 @@ def test_quantized_output_is_the_cast_of_the_output(recipe: Recipe) -> None:
 
 @for_each(LINEAR_NAMED)
 def test_quantized_output_into_another_module(recipe: Recipe) -> None:
-    """What reads a quantized output as a tensor gets its values, and its gradient reaches the layer."""
     layer, x = Linear(48, 40), torch.randn(32, 48)
     with autocast(recipe=recipe):
         y = layer(x, fp8_output=True)

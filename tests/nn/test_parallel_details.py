@@ -39,7 +39,9 @@ def test_marks_survive_assignment(worker_pool: Pools) -> None:
         assert [shape for _, shape, _ in found[:2]] == [(32, 16), (10, 4)]
 
 
-def bias_gradients(rank: int, size: int, sequence_parallel: bool) -> Any:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_the_gradient_of_a_bias_is_that_of_all_heads(rank: int, size: int, sequence_parallel: bool) -> None:
     results = []
     for options in ({}, {"set_parallel_mode": True, "sequence_parallel": sequence_parallel}):
         torch.manual_seed(1)
@@ -53,14 +55,9 @@ def bias_gradients(rank: int, size: int, sequence_parallel: bool) -> Any:
             loss = module(x, core_attention_bias=bias).square().sum()
             loss.backward()
             results.append(bias.grad)
-    return results
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_gradient_of_a_bias_is_that_of_all_heads(worker_pool: Pools, sequence_parallel: bool) -> None:
-    for wanted_all, wanted_one, got_all, got_one in worker_pool(2).run(bias_gradients, sequence_parallel):
-        torch.testing.assert_close(got_all, wanted_all, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(got_one, wanted_one, atol=1e-4, rtol=1e-4)
+    wanted_all, wanted_one, got_all, got_one = results
+    torch.testing.assert_close(got_all, wanted_all, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got_one, wanted_one, atol=1e-4, rtol=1e-4)
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minifloat import checkpoint
 from minifloat.comm.group import Group, draw_apart
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fused_model import assert_same
 from tests.helpers.tensor_parallel_layers import BATCH, HIDDEN, Case, step
 
@@ -83,13 +83,9 @@ def _attention_dropout(rank: int, size: int) -> dict[str, Any]:
     return results | {"heads": heads[0].detach(), "evaluated": heads[1].detach()}
 
 
-def test_dropout_is_drawn_again(worker_pool: Pools) -> None:
+@on_ranks(2)
+def test_dropout_is_drawn_again(rank: int, size: int) -> None:
     """A layer that backward computes a second time drops what its forward did, on each rank."""
-    for found, wanted in worker_pool(2).run(_recomputed):
-        assert_same(found, wanted)
-
-
-def _recomputed(rank: int, size: int) -> list[dict[str, Tensor]]:
     layer = Case(options=LLAMA).sharded()
     layer.dropout.p = layer.self_attention.core_attention.attention_dropout = 0.5
     x, results = torch.randn(4, BATCH, HIDDEN), []
@@ -102,4 +98,5 @@ def _recomputed(rank: int, size: int) -> list[dict[str, Tensor]]:
         (y * torch.rand_like(y)).sum().backward()
         grads = {name: p.grad for name, p in layer.named_parameters()}
         results.append({"y": y.detach(), "x": own.grad, **grads, "after": torch.rand(2)})
-    return results
+    found, wanted = results
+    assert_same(found, wanted)

@@ -118,7 +118,8 @@ def test_adopted_embedding(worker_pool: Pools) -> None:
     assert torch.cat(worker_pool(2).run(adopted)).shape == (7, 2)
 
 
-def special_rows(rank: int, size: int) -> Tensor:
+@on_ranks(2)
+def test_other_ranks_tokens_touch_nothing(rank: int, size: int) -> None:
     """Row 0 of each rank, which stands in for tokens of others, is NaN; so is the gradient of the others' tokens."""
     module = VocabParallelEmbedding(6, 2, tp_group=process_group(), init_method=nn.init.ones_)
     with torch.no_grad():
@@ -127,15 +128,12 @@ def special_rows(rank: int, size: int) -> Tensor:
     dy = torch.ones(2, 2)
     dy[1 - rank] = float("nan")
     y.backward(dy)
-    return torch.cat([y.detach(), module.weight.grad])  # type: ignore[list-item]
+    result = torch.cat([y.detach(), module.weight.grad])
+    assert torch.equal(result, torch.tensor([[1.0, 1], [1, 1], [0, 0], [1, 1], [0, 0]]))
 
 
-def test_other_ranks_tokens_touch_nothing(worker_pool: Pools) -> None:
-    for result in worker_pool(2).run(special_rows):
-        assert torch.equal(result, torch.tensor([[1.0, 1], [1, 1], [0, 0], [1, 1], [0, 0]]))
-
-
-def bad_tokens(rank: int, size: int) -> list[str]:
+@on_ranks(2)
+def test_bad_input_of_an_embedding_is_an_error_on_all_ranks(rank: int, size: int) -> None:
     module = VocabParallelEmbedding(7, 2, tp_group=process_group(), sequence_parallel=True)
     found = []
     for tokens in ([1, 7], [-1, 2]):
@@ -145,12 +143,8 @@ def bad_tokens(rank: int, size: int) -> list[str]:
         with pytest.raises(ValueError, match="VocabParallelEmbedding") as error:
             module(*arguments)
         found.append(str(error.value))
-    return found
-
-
-def test_bad_input_of_an_embedding_is_an_error_on_all_ranks(worker_pool: Pools) -> None:
-    for undivided, wrong in worker_pool(2).run(bad_tokens):
-        assert "3 rows" in undivided and "rows_per_rank" in undivided and "[2, 2]" in wrong
+    undivided, wrong = found
+    assert "3 rows" in undivided and "rows_per_rank" in undivided and "[2, 2]" in wrong
 
 
 def test_without_a_group_it_is_an_embedding() -> None:
@@ -251,7 +245,6 @@ def test_exact_cross_entropy(size: int, worker_pool: Pools) -> None:
 
 @WORLDS
 def test_special_rows_of_cross_entropy(size: int, worker_pool: Pools) -> None:
-    """Ignored rows may hold anything; masked classes, all those of a rank too; NaN and infinity show in their row."""
     logits = torch.randn(6, 7)
     logits[0] = float("nan")
     logits[1, :4] = float("-inf")

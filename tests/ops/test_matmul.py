@@ -213,7 +213,6 @@ def assert_same_bits(y: Tensor, expected: F32, what: str = "") -> None:
 
 @for_each_case(PAIRS, 2)
 def test_reference_is_the_oracle(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
-    """The reference gives the oracle's bits for every operand pair, orientation and size, in fp32."""
     for size in SIZES:
         a, b = operands(gemm, a_fmt, b_fmt, size)
         assert_same_bits(multiply(gemm, a, b), oracle_product(gemm, a, b), str(size))
@@ -304,7 +303,6 @@ def test_wrong_memory_for_a_result(wrong: dict[str, Any]) -> None:
 
 @for_each_case(PAIRS[::2], 1)
 def test_empty_product_is_zero_or_the_bias(gemm: str, a_fmt: Format, b_fmt: Format) -> None:
-    """M, N or K = 0: an empty result, or zeros, or the bias, on the backend that the table chooses."""
     for size in [(0, 5, 32), (4, 0, 32), (4, 5, 0), (0, 0, 0)]:
         a, b = operands(gemm, a_fmt, b_fmt, size)
         assert torch.equal(call(gemm, a, b), torch.zeros(size[:2]))
@@ -334,7 +332,6 @@ def _only_rows(x: Operand, rows: Tensor) -> Operand:
     ids=ids,
 )
 def test_a_row_does_not_depend_on_the_others(a_fmt: Format, b_fmt: Format) -> None:
-    """The reference's rows are the same bits however many rows there are, and in whatever order."""
     a, b = operands("fprop", a_fmt, b_fmt, (64, 24, 300))
     whole = multiply("fprop", a, b)
     for count in (1, 2, 3, 7, 31, 64):
@@ -622,7 +619,6 @@ def test_backend_is_that_of_the_capability_table(name: str, a_fmt: Format, b_fmt
 
 
 def test_counters_nest_and_stop() -> None:
-    """A product counts in every open counter, and in none after it closed."""
     a, b = operands("fprop", MX, MX, (2, 3, 32))
     with count_gemms() as outside:
         call("fprop", a, b)
@@ -667,7 +663,6 @@ def test_one_cast_of_a_symmetric_format_serves_both_dims(fmt: Format) -> None:
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("pair", [(E4, E4), (STRIP, TILE), (NV, NV_TILE)], ids=lambda pair: pair[0].spec)
 def test_contracted_dims_must_agree(gemm: str, pair: tuple[Format, Format]) -> None:
-    """Operands of different depth raise, with the GEMM and both numbers."""
     a, _ = operands(gemm, *pair, (4, 6, 32))
     _, b = operands(gemm, *pair, (4, 6, 48))
     with pytest.raises(ValueError, match=rf"{gemm}.*32.*48"):

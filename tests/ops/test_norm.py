@@ -37,7 +37,6 @@ def test_forward(norm: Norm, dtype: torch.dtype, shape: tuple[int, int], device:
 
 @FOR_EACH_NORM
 def test_forward_rounds_once(norm: Norm, device: torch.device) -> None:
-    """The 16-bit result is the fp32 one of the same kernel, rounded."""
     x, gamma, beta = norm_inputs(norm, (7, 129), torch.bfloat16, device)
     fp32 = forward(norm, x, gamma, beta, torch.float32)[0]
     for dtype in DTYPES:
@@ -77,7 +76,6 @@ def test_formulas_in_float64(norm: Norm) -> None:
 
 @FOR_EACH_NORM
 def test_zero_rows_and_no_rows(norm: Norm, device: torch.device) -> None:
-    """A row of zeros has rsigma 1 / sqrt(eps) and gives beta; no rows give zero parameter gradients."""
     _, gamma, beta = norm_inputs(norm, (1, 9), torch.bfloat16, device)
     x = torch.zeros(3, 9, dtype=torch.bfloat16, device=device)
     y, _, rsigma = forward(norm, x, gamma, beta, torch.bfloat16)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import minifloat
 from minifloat.parallel.data_parallel import data_parallel
 from tests.helpers.ddp_cases import Case, lockstep
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 
 RECIPES = ("delayed", "current", "block", "mxfp8", "nvfp4")
 
@@ -129,7 +129,14 @@ def test_other_buffers(worker_pool: Pools) -> None:
 # ---- what is refused, and the way out ----
 
 
-def refused(rank: int, size: int) -> list[str]:
+def _error(call: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as raised:
+        call()
+    return str(raised.value)
+
+
+@on_ranks(2)
+def test_refused(rank: int, size: int) -> None:
     """The errors: of weight gradients that come late, of quantized parameters in PyTorch's wrapper, of ``join``."""
     plain, errors, x = DistributedDataParallel, [], torch.ones(2, 8)
     for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
@@ -150,23 +157,15 @@ def refused(rank: int, size: int) -> list[str]:
     with pytest.raises(ValueError) as raised, delayed.join():
         delayed(x)
     dist.barrier()
-    return [*errors, str(raised.value)]
+    errors = [*errors, str(raised.value)]
+    assert all("Linear 'late': fuse_wgrad_accumulation and delay" in error for error in errors[:-2])
+    assert len(errors) == 10 and "minifloat.distributed.data_parallel" in errors[-2]
+    assert "DelayedScaling(reduce_amax=False)" in errors[-1]
 
 
-def _error(call: Callable[[], object]) -> str:
-    with pytest.raises(ValueError) as raised:
-        call()
-    return str(raised.value)
-
-
-def test_refused(worker_pool: Pools) -> None:
-    for errors in worker_pool(2).run(refused):
-        assert all("Linear 'late': fuse_wgrad_accumulation and delay" in error for error in errors[:-2])
-        assert len(errors) == 10 and "minifloat.distributed.data_parallel" in errors[-2]
-        assert "DelayedScaling(reduce_amax=False)" in errors[-1]
-
-
-def late_gradients(rank: int, size: int, option: str) -> list[Tensor]:
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+@on_ranks(2)
+def test_gradients_reduced_by_hand(rank: int, size: int, option: str) -> None:
     """The gradient of a weight that DDP ignores, reduced by hand, and the same one by DDP."""
     data = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
     grads = []
@@ -186,13 +185,8 @@ def late_gradients(rank: int, size: int, option: str) -> list[Tensor]:
             dist.all_reduce(grad)
             grad /= size
         grads.append(grad)
-    return grads
-
-
-@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
-def test_gradients_reduced_by_hand(worker_pool: Pools, option: str) -> None:
-    for by_hand, by_ddp in worker_pool(2).run(late_gradients, option):
-        assert by_hand.any() and torch.equal(by_hand, by_ddp)
+    by_hand, by_ddp = grads
+    assert by_hand.any() and torch.equal(by_hand, by_ddp)
 
 
 def uneven(rank: int, size: int, recipe: Any) -> Tensor:

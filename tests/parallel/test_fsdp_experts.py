@@ -70,7 +70,10 @@ def evaluated(model: Layers) -> torch.Tensor:
     return called(model, 0)
 
 
-def wire(rank: int, size: int, recipe: str, quantized: bool) -> tuple[list[int], list[int], int]:
+@pytest.mark.parametrize("quantized", [False, True], ids=["high-precision", "quantized"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@on_ranks(2)
+def test_wire_bytes(rank: int, size: int, recipe: str, quantized: bool) -> None:
     """Of a step the bytes of each gather, what the formula says, and how many weights are gathered as codes.
 
     Between forward and backward their memory is free, and none is kept of what they were before they were sharded.
@@ -91,14 +94,7 @@ def wire(rank: int, size: int, recipe: str, quantized: bool) -> tuple[list[int],
             shards = ShardMap.chunks(n, size).whole_units(row_unit(quantizer))  # type: ignore[arg-type]
             expected.append(3 * shards.gather_bytes(fmt, ROWWISE if fmt.symmetric else dim, k))  # type: ignore[arg-type]
     assert all(layer._joined is None for layer in model)
-    return recorded.sent, expected, len(sharded_weights(model))
-
-
-@pytest.mark.parametrize("quantized", [False, True], ids=["high-precision", "quantized"])
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-def test_wire_bytes(worker_pool: Pools, recipe: str, quantized: bool) -> None:
-    for sent, formula, number in worker_pool(2).run(wire, recipe, quantized):
-        assert sent == formula and number == 6
+    assert recorded.sent == expected and len(sharded_weights(model)) == 6
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
@@ -149,7 +145,9 @@ class Residual(nn.Module):
         return y.add_(x) if self.in_place else y + x
 
 
-def residual_gradients(rank: int, size: int, kind: str, recipe: str) -> list[torch.Tensor]:
+@pytest.mark.parametrize(("kind", "recipe"), diagonals(2, ["MoE", "LayerNormMoE"], ["current", "mxfp8", "none"]))
+@on_ranks(2)
+def test_addition_in_place_to_experts(rank: int, size: int, kind: str, recipe: str) -> None:
     """The gradients of X and of this rank's rows, with the addition in place and not."""
     found = []
     for in_place in (True, False):
@@ -162,10 +160,5 @@ def residual_gradients(rank: int, size: int, kind: str, recipe: str) -> list[tor
         model(x * 1).square().sum().backward()
         gradients = [x.grad, *[p.grad.to_local() for p in model.parameters() if p.grad is not None]]  # type: ignore
         found.append(torch.cat([each.flatten() for each in gradients]))
-    return found
-
-
-@pytest.mark.parametrize(("kind", "recipe"), diagonals(2, ["MoE", "LayerNormMoE"], ["current", "mxfp8", "none"]))
-def test_addition_in_place_to_experts(worker_pool: Pools, kind: str, recipe: str) -> None:
-    for in_place, expected in worker_pool(2).run(residual_gradients, kind, recipe):
-        assert torch.equal(in_place, expected) and expected.norm() > 0
+    in_place, expected = found
+    assert torch.equal(in_place, expected) and expected.norm() > 0

@@ -17,7 +17,7 @@ from minifloat.distributed import full_state_dict, fully_shard
 from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import pytorch
 from minifloat.recipe import DelayedScaling
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fsdp_cases import layers, mesh_of
 
 
@@ -56,26 +56,24 @@ def test_optimizer_state(worker_pool: Pools) -> None:
     assert ranks[0] == ranks[1] == ranks[2]
 
 
-def in_place(rank: int, size: int, folder: Path) -> list[bool]:
+@on_ranks(3)
+def test_in_place(rank: int, size: int, tmp_path: Path) -> None:
     model, optimizer = quantized("mxfp8", size, 0)
     train(model, optimizer, rank)
     state = {"model": model.state_dict()}
-    dcp.save(state, checkpoint_id=folder)
+    dcp.save(state, checkpoint_id=tmp_path)
     before = full_state_dict(model)
     train(model, optimizer, rank + 10)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path)
     after = full_state_dict(model)
     same = [torch.equal(before[key].dequantize(), after[key].dequantize()) for key in before]
     train(model, optimizer, rank + 20)  # masters follow what was loaded, on all ranks
     dist.barrier()
-    return same
+    assert same == [True, True]
 
 
-def test_in_place(worker_pool: Pools, tmp_path: Path) -> None:
-    assert worker_pool(3).run(in_place, tmp_path) == [[True, True]] * 3
-
-
-def microbatches(rank: int, size: int) -> list[tuple[float, float]]:
+@on_ranks(2)
+def test_microbatches_of_delayed_scaling(rank: int, size: int) -> None:
     """Scales that forward and backward have read, in microbatches between which gathered weights stay."""
     model: Any = layers("delayed", 24, 32, 24)
     for unit in (*model, model):
@@ -88,12 +86,7 @@ def microbatches(rank: int, size: int) -> list[tuple[float, float]]:
         in_forward = float(unsharded.operands.any.scale_inv)
         y.square().sum().backward()
         seen.append((in_forward, float(unsharded.operands.any.scale_inv)))
-    return seen
-
-
-def test_microbatches_of_delayed_scaling(worker_pool: Pools) -> None:
-    for seen in worker_pool(2).run(microbatches):
-        assert [forward for forward, _ in seen] == [backward for _, backward in seen]
+    assert [forward for forward, _ in seen] == [backward for _, backward in seen]
 
 
 def tensor_parallel(rank: int, size: int) -> None:

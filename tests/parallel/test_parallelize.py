@@ -98,12 +98,8 @@ def _both(rank: int, size: int, case: Case) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["column", "row", "norm", "mlp"])
-def test_single_layers(worker_pool: Pools, kind: str) -> None:
-    for found, wanted in worker_pool(2).run(_single, kind):
-        assert_same(found, wanted)
-
-
-def _single(rank: int, size: int, kind: str) -> Any:
+@on_ranks(2)
+def test_single_layers(rank: int, size: int, kind: str) -> None:
     def make(**sharding: Any) -> nn.Module:
         torch.manual_seed(7)
         if kind == "mlp":
@@ -126,7 +122,8 @@ def _single(rank: int, size: int, kind: str) -> Any:
         y.square().sum().backward()
         grads = {name: p.grad for name, p in each.named_parameters()}
         results.append({"y": y.detach(), **{name: g for name, g in grads.items() if g is not None}})
-    return results
+    found, wanted = results
+    assert_same(found, wanted)
 
 
 # ---- models ----
@@ -178,13 +175,9 @@ def _step(model: Model, length: int) -> dict[str, Tensor]:
     return {"y": y.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_meta(worker_pool: Pools) -> None:
+@on_ranks(2)
+def test_meta(rank: int, size: int) -> None:
     """A model without memory gets the values of its seed after ``to_empty``."""
-    for found, wanted in worker_pool(2).run(_from_meta):
-        assert_same(found, wanted)
-
-
-def _from_meta(rank: int, size: int) -> Any:
     options = {"sequence_parallel": True, "plan": PLAN}
     with torch.device("meta"):
         model = parallelize(Model(), dist.group.WORLD, **options)  # type: ignore[arg-type]
@@ -196,17 +189,13 @@ def _from_meta(rank: int, size: int) -> Any:
             if isinstance(module, (Linear, nn.Embedding, minifloat.RMSNorm, minifloat.LayerNorm)):
                 module.reset_parameters()
         results.append(_step(each, 4) | parameters_and_cuts(each)[0])  # type: ignore[arg-type]
-    return results
+    found, wanted = results
+    assert_same(found, wanted)
 
 
-def test_delayed_scaling_goes_on(worker_pool: Pools) -> None:
+@on_ranks(2)
+def test_delayed_scaling_goes_on(rank: int, size: int) -> None:
     """Buffers and their values are what they were, and frozen parameters stay frozen."""
-    for before, after, frozen in worker_pool(2).run(_delayed):
-        assert before and frozen
-        assert_same(after, before)
-
-
-def _delayed(rank: int, size: int) -> Any:
     layer = Case(options=LLAMA).make()
     recipe = DelayedScaling(amax_history_len=4)
     prepare(layer, recipe)
@@ -215,7 +204,8 @@ def _delayed(rank: int, size: int) -> Any:
     layer.layernorm_mlp.fc1.weight.requires_grad_(False)
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     parallelize(layer, dist.group.WORLD)
-    return before, dict(layer.named_buffers()), not layer.layernorm_mlp.fc1.weight.requires_grad
+    assert before and not layer.layernorm_mlp.fc1.weight.requires_grad
+    assert_same(dict(layer.named_buffers()), before)
 
 
 def test_one_rank() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from minifloat import Linear, VocabParallelEmbedding
 from minifloat.distributed import parallelize
 from minifloat.optim import gradient_norm
-from tests.helpers.distributed_pool import Pools, on_ranks, process_group
+from tests.helpers.distributed_pool import on_ranks, process_group
 from tests.helpers.etp_cases import mesh_of
 
 
@@ -50,7 +50,8 @@ def test_gradients_of_assigned_rows(rank: int, size: int) -> None:
         replace(model)
 
 
-def assigned_parts(rank: int, size: int) -> list[float]:
+@on_ranks(2)
+def test_norm_of_assigned_parts(rank: int, size: int) -> None:
     norms = []
     for options in ({}, {"tp_group": process_group()}):
         torch.manual_seed(1)
@@ -61,12 +62,8 @@ def assigned_parts(rank: int, size: int) -> list[float]:
         y = model(torch.arange(10))
         y.backward(torch.ones_like(y))
         norms.append(float(gradient_norm(model.parameters(), options.get("tp_group"))))
-    return norms
-
-
-def test_norm_of_assigned_parts(worker_pool: Pools) -> None:
-    for whole, parts in worker_pool(2).run(assigned_parts):
-        assert parts == pytest.approx(whole, rel=1e-6)
+    whole, parts = norms
+    assert parts == pytest.approx(whole, rel=1e-6)
 
 
 @on_ranks(2)

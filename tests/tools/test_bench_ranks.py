@@ -23,7 +23,7 @@ from minifloat.tools.bench.ranks import (
     layer_steps,
     quantizer_of,
 )
-from tests.helpers.distributed_pool import Pools, on_ranks
+from tests.helpers.distributed_pool import on_ranks
 
 # ---- gather ----
 
@@ -79,7 +79,8 @@ SHAPE = 64, 224, 4, 2
 TOKENS = 128
 
 
-def layer(rank: int, size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_a_wrong_layer_is_refused(rank: int, size: int) -> None:
     """Steps of a small layer on CPUs pass; what is said of others."""
     found = layer_steps(Group.of(dist.group.WORLD), SHAPE, torch.device("cpu"), TOKENS)
     steps = {recipe: found[recipe] for recipe in ("bf16", "current")}
@@ -98,13 +99,8 @@ def layer(rank: int, size: int) -> dict[str, str]:
         with pytest.raises(AssertionError) as error:
             check_step("current", results, expected, bounds)
         said[what] = str(error.value)
-    return said
-
-
-def test_a_wrong_layer_is_refused(worker_pool: Pools) -> None:
-    for said in worker_pool(2).run(layer):
-        assert "current: the gradient of parameter 3, [" in said["doubled 3"] and len(said) == 2 * 6 + 2
-        assert "current: dX is 0.1" in said["dX + 10 %"] and "current: dX is 0.1" in said["dX - 10 %"]
+    assert "current: the gradient of parameter 3, [" in said["doubled 3"] and len(said) == 2 * 6 + 2
+    assert "current: dX is 0.1" in said["dX + 10 %"] and "current: dX is 0.1" in said["dX - 10 %"]
 
 
 def test_a_dropped_bias_gradient_is_refused() -> None:
