@@ -48,7 +48,7 @@ class Recorder:
             key: what decides with the tensors' layouts what the function does.
             tensors: what it reads and writes, but for memory that it makes by ``launch``; the first is not None.
         """
-        layouts, arguments, pointers, bits = [key], [], [], 0
+        layouts, arguments, pointers, aligned = [key], [], [], True
         for x in tensors:
             if x is None:
                 layouts.append(None)
@@ -56,11 +56,12 @@ class Recorder:
             pointer = x.data_ptr()
             arguments.append(x)
             pointers.append(pointer)
-            bits |= pointer if x.numel() > 1 else 0
+            aligned = aligned and (not pointer & 15 or x.numel() == 1)
             layouts += x.shape, x.stride(), x.dtype, x.get_device()
         device = arguments[0].get_device()
         # Of other addresses kernels read copies; what is empty has none; a function inside of another is a part of it.
-        if bits & 15 or 0 in pointers or launch.recording() or (device >= 0 and device != torch._C._cuda_getDevice()):
+        here = device < 0 or device == torch._C._cuda_getDevice()
+        if not aligned or not here or 0 in pointers or launch.recording():
             return function()
         if len({*pointers}) < len(pointers):
             layouts.append(tuple(map(pointers.index, pointers)))  # which are one and the same is recorded, too

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from minifloat.ops import launch
 from minifloat.ops.launch import Kernel
-from minifloat.ops.matmul import native
-from minifloat.ops.matmul.replay import RecordedProduct
+from minifloat.ops.matmul import SteppedProduct, native
 from tests.helpers import triton_interpreter  # noqa: F401
 
 
@@ -82,4 +81,4 @@ def nothing_else(patch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> Any:
         raise AssertionError("a recording should have been replayed")
 
-    patch.setattr(RecordedProduct, "_step_by_step", never)
+    patch.setattr(SteppedProduct, "_step_by_step", never)

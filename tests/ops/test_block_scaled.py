@@ -155,13 +155,13 @@ def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     pair = PAIRS[name]
     for size, gemm in (("ragged", "wgrad"), ("whole", "dgrad")):
-        made = matmul.by_kernels("native", *pair, swizzled=True)
+        made = matmul.stepped("native", *pair, True, True)
         for call, (dtype, biased) in ways(range(2), OUTPUTS[:2]):
             a, b = matrices(gemm, pair, SIZES[size])
             bias = torch.randn(b.outer).to(dtype) if biased else None
             with monkeypatch.context() as patch:
                 patch.setattr(torch, "_scaled_mm_v2", Library(segment_of(pair)))
-                want = matmul._native_swizzled(a, b, dtype, bias, False, None)
+                want = matmul.stepped("native", *pair, False, True)(a, b, dtype, bias, False, None)
                 replay_on_cpu(patch)
                 patch.setattr(native, "has_kernels", lambda x: True)
                 patch.setattr(block_scaled, "has_kernels", lambda x: True)

@@ -178,7 +178,7 @@ def test_product(way: str, size: tuple[int, int, int], kernels: torch.device) ->
     if kernels.type == "cuda" and not backends.supports(STRIP, MX4, kernels)[0]:
         pytest.skip("no product of FP8 blocks here")
     m, n, depth = size
-    product = matmul.by_kernels("native", STRIP, MX4)
+    product = matmul.stepped("native", STRIP, MX4, True)
     for make, dtype, biased in ((random, torch.float32, False), (wild, torch.bfloat16, True)):
         bias = torch.randn(n).to(dtype) if biased else None
         counts = []

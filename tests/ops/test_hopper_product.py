@@ -18,7 +18,8 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops import matmul
 from minifloat.ops.launch import KNOWN, count_launches
 from minifloat.ops.matmul import hopper
-from minifloat.ops.matmul.spread import Scales, finish
+from minifloat.ops.matmul.spread import finish
+from minifloat.ops.matmul.steps import Scales
 from minifloat.quantizer import Quantizer
 from tests.helpers.replay_on_cpu import replay_on_cpu
 from tests.helpers.sample import each_twice
@@ -86,7 +87,7 @@ def test_what_the_kernel_is_given(gemm: str, pair: tuple[Format, Format], monkey
     monkeypatch.setattr(stand, "__name__", "scaled_product_kernel", raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     replay_on_cpu(monkeypatch)
-    product = matmul.by_kernels("emulated", *pair)
+    product = matmul.stepped("emulated", *pair, True)
     for m, n, depth in ((24, 40, 48), (24, 40, 50), (25, 40, 48)):
         made = []
         for fmt, size, along in zip(pair, (m, n), GEMMS[gemm], strict=True):
@@ -99,7 +100,14 @@ def test_what_the_kernel_is_given(gemm: str, pair: tuple[Format, Format], monkey
                     got = product(*made, dtype, bias, False, None)
                 direct = pair == (MX, MX) and dtype == torch.bfloat16 and bias is None
                 assert launches["scaled_product_kernel"] == ((m, depth) == (24, 48) and not direct)
-                assert torch.equal(got, matmul._emulated(*made, dtype, bias, False, None))
+                assert torch.equal(
+                    got,
+                    emulated_product(*made, dtype, bias, False, None),
+                )
+
+
+def emulated_product(a: Any, b: Any, *rest: Any) -> Tensor:
+    return matmul.stepped("emulated", a.format, b.format, False)(a, b, *rest)
 
 
 def laid_out(x: Tensor, along: int) -> Tensor:
@@ -155,10 +163,12 @@ def test_large_products_take_it(gemm: str, fmt: Format, monkeypatch: pytest.Monk
             x = torch.randn((size, depth) if along == ROWWISE else (depth, size), device="cuda")
             operand = Quantizer(fmt).with_usage(rowwise=along == ROWWISE, columnwise=along != ROWWISE)(x).any
             made.append(matmul._Matrix(*operand.tensors, fmt, operand.dim, along, size))  # type: ignore[arg-type]
-        product = matmul.by_kernels("emulated", fmt, fmt)
+        product = matmul.stepped("emulated", fmt, fmt, True)
         with count_launches() as launches:
             results = [product(*made, torch.float32, None, False, None) for _ in range(3)]
         assert launches["scaled_product_kernel"] == 3 * kernel and launches["finish_kernel"] == 3 * (not kernel)
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-        want = matmul._emulated(*made, torch.float32, None, False, None)
+        want = matmul.stepped("emulated", made[0].format, made[1].format, False)(
+            *made, torch.float32, None, False, None
+        )
         torch.testing.assert_close(results[0], want, rtol=1e-4, atol=1e-3)

@@ -17,7 +17,6 @@ from minifloat.ops import matmul, replay
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import _Matrix, emulated, native
 from minifloat.ops.matmul.native import cut
-from minifloat.ops.matmul.replay import RecordedProduct
 from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits
@@ -73,10 +72,10 @@ def backend_of(pair: tuple[Format, Format]) -> str:
 def expected(pair: tuple[Format, Format], a: _Matrix, b: _Matrix, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """The same product with nothing but PyTorch before and after it."""
     if backend_of(pair) == "emulated":
-        return matmul._emulated(a, b, dtype, bias, False, None)
+        return matmul.stepped("emulated", a.format, b.format, False)(a, b, dtype, bias, False, None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "has_kernels", lambda x: False)
-        return matmul._native_block(a, b, dtype, bias, False, None)
+        return matmul.stepped("native", *pair, False)(a, b, dtype, bias, False, None)
 
 
 def runs_here(pair: tuple[Format, Format], device: torch.device) -> bool:
@@ -90,7 +89,7 @@ def test_replays(name: str, gemm: str, size: str, device: torch.device) -> None:
     if not runs_here(pair, device):
         pytest.skip("another backend multiplies these here")
     torch.manual_seed(0)
-    product = matmul.by_kernels(backend_of(pair), *pair)
+    product = matmul.stepped(backend_of(pair), *pair, True)
     for dtype, biased in OUTPUTS:
         bias = torch.randn(SIZES[size][1], device=device).to(dtype) if biased else None
         counts = []
@@ -117,7 +116,7 @@ def test_where_the_result_goes(device: torch.device, monkeypatch: pytest.MonkeyP
         return into[0] if into and isinstance(into[0], Tensor) else torch.zeros(32, 48, device=device)
 
     monkeypatch.setattr(native, "block128", multiply)
-    product = matmul.by_kernels("native", STRIP, STRIP)
+    product = matmul.stepped("native", STRIP, STRIP, True)
     out = torch.zeros(32, 48, device=device)
     a, b = matrices("wgrad", (STRIP, STRIP), SIZES["whole"], device)
     for _ in range(2):
@@ -135,7 +134,7 @@ def test_what_a_bf16_product_launches(device: torch.device) -> None:
         ((NV, NV), None, {"decode_kernel": 2, "finish_kernel": 1}),
     ):
         a, b = matrices("fprop", pair, (32, 32, 64), device)
-        product = matmul.by_kernels("emulated", *pair)
+        product = matmul.stepped("emulated", *pair, True)
         for _ in range(2):
             with count_launches() as launches:
                 product(a, b, torch.bfloat16, bias, False, None)
@@ -144,10 +143,10 @@ def test_what_a_bf16_product_launches(device: torch.device) -> None:
 
 def test_operands_that_kernels_read_copies_of(device: torch.device) -> None:
     """At odd addresses, or not consecutive at all, each call goes step by step."""
-    product = matmul.by_kernels("emulated", MX, MX)
+    product = matmul.stepped("emulated", MX, MX, True)
     for _ in range(2):
         a, b = matrices("fprop", (MX, MX), SIZES["whole"], device)
-        want = matmul._emulated(a, b, torch.float32, None, False, None)
+        want = matmul.stepped("emulated", a.format, b.format, False)(a, b, torch.float32, None, False, None)
         moved = torch.empty(a.codes.numel() + 1, dtype=torch.uint8, device=device)[1:].view(a.codes.shape)
         apart = torch.empty(*b.codes.shape, 3, dtype=torch.uint8, device=device)[..., 1]
         left, right = a._replace(codes=moved.copy_(a.codes)), b._replace(codes=apart.copy_(b.codes))
@@ -157,22 +156,22 @@ def test_operands_that_kernels_read_copies_of(device: torch.device) -> None:
 
 def test_one_tensor_as_both_operands(device: torch.device) -> None:
     """Which tensors of a call are the same must not be recorded."""
-    product = matmul.by_kernels("emulated", MX, MX)
+    product = matmul.stepped("emulated", MX, MX, True)
     a, b = matrices("fprop", (MX, MX), (32, 32, 64), device)
     for x, y in ((a, a), (a, b), (b, b), (a, b), (b, a)):
-        want = matmul._emulated(x, y, torch.bfloat16, None, False, None)
+        want = matmul.stepped("emulated", MX, MX, False)(x, y, torch.bfloat16, None, False, None)
         assert_same_bits(product(x, y, torch.bfloat16, None, False, None), want)
 
 
 def test_recordings_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MOST_RECORDINGS", 3)
-    product = matmul.by_kernels("emulated", MX, MX)
+    product = matmul.stepped("emulated", MX, MX, True)
     for rows in range(1, 9):
         a, b = matrices("fprop", (MX, MX), (rows, 16, 32), device)
         want = emulated.multiply([x.codes for x in (emulated.spread(*a), emulated.spread(*b))])
         got = product(a, b, torch.float32, None, False, None)
-        assert isinstance(product, RecordedProduct)
-        assert got.shape == want.shape and len(product.recorder.known) <= 3
+        assert product.recorder is not None
+        assert got.shape == want.shape and product.recorder is not None and len(product.recorder.known) <= 3
 
 
 def test_cut_is_contiguous() -> None:

@@ -17,7 +17,8 @@ from minifloat.ops.matmul import emulated, native
 from minifloat.ops.matmul.layouts import TILE as COPY_TILE
 from minifloat.ops.matmul.layouts import copy_bytes_kernel, copy_scales, k_major_copy
 from minifloat.ops.matmul.reference import Values, tensor_factor
-from minifloat.ops.matmul.spread import UNSCALED, Scales, finish, finish_kernel, largest_scale_kernel, spread, values
+from minifloat.ops.matmul.spread import finish, finish_kernel, largest_scale_kernel, spread, values
+from minifloat.ops.matmul.steps import UNSCALED, Scales
 from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
 from minifloat.ops.quantize.decode import TILE, decode_kernel, dequantize
 from tests.helpers.compare import assert_same_bits_or_nan

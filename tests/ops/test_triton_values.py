@@ -136,7 +136,7 @@ def test_products_of_values_are_those_of_codes(fmt: Format, gemm: str, device: t
     large = [(512, 256, 1024), (2048, 4096, 2048)]  # the latter by the kernel in Gluon
     for m, n, depth in ((17, 19, 70), (16, 32, 48), *(large if device.type == "cuda" else [])):
         for right, both in ((fmt, True), (fmt, False), (NV, False), (NV, True)):
-            product: Any = matmul.by_kernels("emulated", fmt, right)
+            product: Any = matmul.stepped("emulated", fmt, right, True)
             values: list[Any] = []
             codes: list[Any] = []
             for kind, size, along, value in zip((fmt, right), (m, n), contracted, (True, both), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.matmul import block_scaled, emulated, native, reference
 from minifloat.ops.matmul.native import cut
+from minifloat.ops.matmul.reference import finish
+from minifloat.ops.matmul.steps import Steps, scaled
 
 CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
 """The dims of the left and of the right operand that a GEMM contracts."""
@@ -93,14 +95,11 @@ class Product:
         self.gemm, self.a, self.b, self.backend = gemm, a, b, backend
         self._a, self._b = (parse(a[0]), *a[1:]), (parse(b[0]), *b[1:])
         self._backend: _Backend = _reference
-        if kernels and (backend == "emulated" or (backend == "native" and self._a[0].block)):
-            self._backend = by_kernels(backend, self._a[0], self._b[0], swizzled)
-        elif backend == "emulated":
-            self._backend = _emulated
+        if backend == "emulated" or (backend == "native" and self._a[0].block):
+            self._backend = stepped(backend, self._a[0], self._b[0], kernels, swizzled)
         elif backend == "native":
             rows = self._a[0].amax_per_row or self._b[0].amax_per_row
-            blocks = _native_swizzled if swizzled else _native_block
-            self._backend = blocks if self._a[0].block else _native_rows if rows else _native_per_tensor
+            self._backend = _native_rows if rows else _native_per_tensor
 
     def __call__(
         self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
@@ -138,7 +137,7 @@ class Product:
         if counted and _counters:
             record(self.gemm, self.a[0], self.b[0], self.backend)
         if not a.numel() or not b.numel():
-            return _finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)
+            return finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)
         left, right = new(_Matrix, (a, a_scale, a_amax, *self._a, m)), new(_Matrix, (b, b_scale, b_amax, *self._b, n))
         return self._backend(left, right, out_dtype, bias, fast_accum, out, accumulate)
 
@@ -183,11 +182,6 @@ def written(result: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
     return out.add_(result) if accumulate else out.copy_(result)
 
 
-def _finish(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Adds the bias in fp32 and rounds once."""
-    return (product if bias is None else product + bias.to(out_dtype).float()).to(out_dtype).contiguous()
-
-
 def _reference(
     a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, *_: Any
 ) -> Tensor:
@@ -195,15 +189,7 @@ def _reference(
     left, right = reference.spread(*a, segment=segment), reference.spread(*b, segment=segment)
     split = a.format.encoding.split, b.format.encoding.split
     product = reference.scaled_product(left, right, segment, split) * reference.tensor_factor(left, right)
-    return _finish(product, bias, out_dtype)
-
-
-def _emulated(a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, *_: Any) -> Tensor:
-    if emulated.is_direct(a.format, b.format, bias, out_dtype):
-        return emulated.multiply((emulated.values(*a), emulated.values(*b)), out_dtype)
-    left, right = emulated.spread(*a), emulated.spread(*b)
-    product = emulated.multiply((left.codes, right.codes)) * reference.tensor_factor(left, right)
-    return _finish(product, bias, out_dtype)
+    return finish(product, bias, out_dtype)
 
 
 def _native_per_tensor(
@@ -222,7 +208,7 @@ def _native_per_tensor(
         product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, out_dtype, epilogue, fast_accum)
         return product if product.shape == (a.outer, b.outer) else cut(product, a.outer, b.outer)
     product = native.per_tensor(left, a.scale_inv, right, b.scale_inv, torch.float32, None, fast_accum)
-    return _finish(cut(product, a.outer, b.outer), bias, out_dtype)
+    return finish(cut(product, a.outer, b.outer), bias, out_dtype)
 
 
 def _native_rows(
@@ -234,9 +220,7 @@ def _native_rows(
     right = native.k_major(b.codes, b.format, b.along, align)
     scales = a.scale_inv.reshape(-1, 1), b.scale_inv.reshape(1, -1)
     if not a.codes.is_cuda:
-        return _finish(
-            native.per_tensor(left, scales[0], right, scales[1], torch.float32, None, False), bias, out_dtype
-        )
+        return finish(native.per_tensor(left, scales[0], right, scales[1], torch.float32, None, False), bias, out_dtype)
     if out_dtype == torch.bfloat16 and (left.shape[0], right.shape[0]) == (a.outer, b.outer):
         epilogue = None if bias is None else bias.bfloat16()
         # With a bias and fast accumulation cuBLASLt has no kernel for some deep products of few tiles.
@@ -245,48 +229,78 @@ def _native_rows(
     one = torch.ones(1, dtype=torch.float32, device=left.device)
     product = native.per_tensor(left, one, right, one, torch.float32, None, fast_accum)
     product = cut(product, a.outer, b.outer)
-    return _finish(product * (scales[0] * scales[1]), bias, out_dtype)
+    return finish(product * (scales[0] * scales[1]), bias, out_dtype)
 
 
-def _native_block(
-    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, *_: Any
-) -> Tensor:
-    direct = native.block128_is_direct(bias, out_dtype)
-    operands, _ = native.block128_operands(a, b)
-    product = native.block128(a.format.tile, b.format.tile, operands, out_dtype if direct else torch.float32)
-    product = cut(product, a.outer, b.outer)
-    return product if direct else _finish(product, bias, out_dtype)
+class SteppedProduct:
+    """[m, n] = a b^T in three steps; see :class:`Steps`. ``recorded``: kernels of our own do the first and the last."""
+
+    def __init__(self, steps: Steps, recorded: bool) -> None:
+        self.steps, self.recorder = steps, None
+        self.call: Callable[..., Tensor] = lambda function, tensors, *rest: function(tensors, *rest)
+        if recorded:
+            from minifloat.ops.launch import library  # which needs Triton
+            from minifloat.ops.replay import Recorder
+
+            self.recorder, self.call = Recorder(), library
+
+    def __call__(
+        self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+        out: Tensor | None = None, accumulate: bool = False,
+    ) -> Tensor:  # fmt: skip
+        direct = self.steps.direct(bias, out_dtype)
+        if not direct and self.steps.whole is not None:
+            whole = self.steps.whole(a, b, bias, out_dtype)
+            if whole is not None:
+                return whole
+        into = out if accumulate and direct and self.steps.adds else None
+        if self.recorder is None:
+            return self._step_by_step(a, b, out_dtype, bias, direct, into)
+        results = self.recorder(
+            (out_dtype, a.outer, b.outer), (*a[:3], *b[:3], bias, into),
+            lambda: (self._step_by_step(a, b, out_dtype, bias, direct, into),),
+        )  # fmt: skip
+        assert results[0] is not None
+        return results[0]
+
+    def _step_by_step(
+        self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, direct: bool, into: Tensor | None
+    ) -> Tensor:
+        operands, left = self.steps.prepare(a, b, direct)
+        dtype = out_dtype if direct else torch.float32
+        product = self.call(self.steps.multiply, [*operands, *([] if into is None else [into])], dtype)
+        if self.steps.repair is not None:
+            self.steps.repair(product, left)
+        if product.shape != (a.outer, b.outer) or not product.is_contiguous():
+            product = self.call(_cut, [product], a.outer, b.outer)
+        return product if direct else self.steps.finish(product, left, bias, out_dtype)
 
 
-def _native_swizzled(
-    a: _Matrix, b: _Matrix, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, *_: Any
-) -> Tensor:
-    direct = block_scaled.is_direct(a.format, b.format, bias, out_dtype)
-    operands, (left, right, divisor) = block_scaled.operands(a, b, direct)
-    product = block_scaled.multiply(a.format, b.format, operands, out_dtype if direct else torch.float32)
-    product = cut(product, a.outer, b.outer)
-    if direct:
-        return product
-    return _finish(product if left is None else product * block_scaled.factor(left, right, divisor), bias, out_dtype)
+def _cut(tensors: Sequence[Tensor], m: int, n: int) -> Tensor:
+    return cut(tensors[0], m, n)
 
 
-def by_kernels(backend: str, a: Format, b: Format, swizzled: bool = False) -> _Backend:
-    """The emulated product, or the native one of blocks, with kernels of our own before and after it."""
-    from minifloat.ops.matmul import fold_kernels, spread  # which need Triton
-    from minifloat.ops.matmul.hopper import large_product
-    from minifloat.ops.matmul.replay import RecordedProduct, Steps
+def stepped(backend: str, a: Format, b: Format, kernels: bool, swizzled: bool = False) -> SteppedProduct:
+    """The emulated product, or the native one of blocks, with ``kernels`` of our own before and after it or without."""
+    writer: Any = emulated
+    finishing: Any = scaled
+    whole = None
+    if kernels:
+        from minifloat.ops.matmul import fold_kernels, hopper, spread  # which need Triton
 
+        writer, finishing, whole = spread, spread.finish, hopper.large_product
     if backend == "emulated":
-        direct = partial(emulated.is_direct, a, b)
-        return RecordedProduct(Steps(spread.prepare, emulated.multiply, direct, spread.finish, whole=large_product))
-    if swizzled:
+        direct, prepare = partial(emulated.is_direct, a, b), partial(emulated.prepare, writer)
+        steps = Steps(prepare, emulated.multiply, direct, finishing, whole=whole)
+    elif swizzled:
         direct, multiply = partial(block_scaled.is_direct, a, b), partial(block_scaled.multiply, a, b)
-        return RecordedProduct(Steps(block_scaled.operands, multiply, direct, spread.finish))
-    if backends.is_mxfp4(b):
-        return RecordedProduct(fold_kernels.STEPS)
-    tiles = partial(native.block128, a.tile, b.tile)
-    steps = Steps(native.block128_operands, tiles, native.block128_is_direct, spread.finish, adds=True)
-    return RecordedProduct(steps)
+        steps = Steps(block_scaled.operands, multiply, direct, finishing)
+    elif kernels and backends.is_mxfp4(b):
+        steps = fold_kernels.STEPS
+    else:
+        tiles = partial(native.block128, a.tile, b.tile)
+        steps = Steps(native.block128_operands, tiles, native.block128_is_direct, finishing, adds=True)
+    return SteppedProduct(steps, kernels)
 
 
 _TRACED: dict[_Backend, tuple[torch.dtype, ...]] = {

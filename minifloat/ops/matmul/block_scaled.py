@@ -20,6 +20,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.formats.elements import E4M3, e8m0_from_float
 from minifloat.ops.matmul.native import has_kernels, k_major
 from minifloat.ops.matmul.reference import Values, tensor_factor, values_shape
+from minifloat.ops.matmul.steps import UNSCALED, Scales
 from minifloat.ops.quantize.reference import _pack, _unpack, decode
 
 MX_BLOCK = 32
@@ -31,7 +32,7 @@ ALIGN = 16, 32
 _SWIZZLED, _PLAIN = SwizzleType.SWIZZLE_32_4_4.value, SwizzleType.NO_SWIZZLE.value
 
 
-def operands(a: Any, b: Any, direct: bool) -> tuple[Sequence[Tensor], Any]:
+def operands(a: Any, b: Any, direct: bool) -> tuple[Sequence[Tensor], Scales]:
     """Prepares what the library reads of two operands, and the factors left: left, right, divisor.
 
     uint8 codes [outer, contracted] and swizzled scales of each, and, where NVFP4's product is the result
@@ -39,11 +40,11 @@ def operands(a: Any, b: Any, direct: bool) -> tuple[Sequence[Tensor], Any]:
     """
     read = *_operand(a), *_operand(b)
     if a.format.scale_rule != "two_level":
-        return read, (None, None, 1.0)
+        return read, UNSCALED
     divisor = 36.0 * a.format.block_scale_max * b.format.block_scale_max
     if not direct:
-        return read, (a.amax, b.amax, divisor)
-    return (*read, _writers(a.amax).alpha(a.amax, b.amax, divisor)), (None, None, 1.0)
+        return read, Scales(a.amax, b.amax, divisor)
+    return (*read, _writers(a.amax).alpha(a.amax, b.amax, divisor)), UNSCALED
 
 
 def is_direct(a: Format, b: Format, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
@@ -69,11 +70,6 @@ def multiply(a: Format, b: Format, read: Sequence[Tensor], out_dtype: torch.dtyp
         None, out_dtype,
     )  # fmt: skip
     return result
-
-
-def factor(left: Tensor, right: Tensor, divisor: float) -> Tensor:
-    """fp32, broadcasting over [m, n]: what is left to be multiplied in."""
-    return tensor_factor(Values(left, None, left, divisor), Values(right, None, right, 1.0))
 
 
 def swizzle(grid: Tensor) -> Tensor:
@@ -119,7 +115,8 @@ class _Plain:
 
     @staticmethod
     def alpha(left: Tensor, right: Tensor, divisor: float) -> Tensor:
-        return torch.cat([factor(left, right, divisor).reshape(1), torch.ones_like(left)])
+        factor = tensor_factor(Values(left, None, left, divisor), Values(right, None, right, 1.0))
+        return torch.cat([factor.reshape(1), torch.ones_like(left)])
 
 
 def _writers(x: Tensor) -> Any:

@@ -22,12 +22,14 @@ Scales of 128-blocks that are any fp32 number do not fit bf16; such operands are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format
 from minifloat.ops.matmul.reference import Values, values_shape
+from minifloat.ops.matmul.steps import UNSCALED, Scales
 from minifloat.ops.quantize.reference import _blocks, _unblock, decode
 
 LARGEST = torch.finfo(torch.bfloat16).max
@@ -37,6 +39,20 @@ def is_direct(a: Format, b: Format, bias: Tensor | None, out_dtype: torch.dtype)
     """The product of :func:`values` is the result: no factor or bias is left to be applied to fp32 sums."""
     scaled = all(fmt.block and fmt.scaling.power_of_two for fmt in (a, b))
     return scaled and bias is None and out_dtype == torch.bfloat16
+
+
+def prepare(writer: Any, a: Any, b: Any, direct: bool) -> tuple[Sequence[Tensor], Scales]:
+    """The operands and their scales, written by ``values`` and ``spread`` of ``writer``: this module, or kernels."""
+    if direct:
+        return (writer.values(*a), writer.values(*b)), UNSCALED
+    left, right = writer.spread(*a), writer.spread(*b)
+    return (left.codes, right.codes), Scales(_factor(a, left), _factor(b, right), left.divisor * right.divisor)
+
+
+def _factor(operand: Any, written: Values) -> Tensor | None:
+    """None for values that were cast under scales that are powers of two: those are in them."""
+    cast_as_values = operand[0].dtype == torch.bfloat16
+    return None if cast_as_values and operand[3].scaling.power_of_two else written.factor
 
 
 def multiply(operands: Sequence[Tensor], out_dtype: torch.dtype = torch.float32) -> Tensor:

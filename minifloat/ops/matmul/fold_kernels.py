@@ -21,7 +21,7 @@ from minifloat.formats.elements import E4M3
 from minifloat.ops.launch import Kernel, allocate
 from minifloat.ops.matmul import layouts, native, spread
 from minifloat.ops.matmul.reference import BLOCK, HIGHEST, LEAST, LOWEST, TILE, contracted_length
-from minifloat.ops.matmul.replay import Steps
+from minifloat.ops.matmul.steps import UNSCALED, Steps
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive, load_bytes, load_elements
 from minifloat.ops.quantize.device import extent, single_bytes
 from minifloat.ops.quantize.job import aligned
@@ -269,7 +269,7 @@ def repair(product: Tensor, left: FoldRemainder) -> None:
 
 def finish(product: Tensor, left: FoldRemainder, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Bias and rounding."""
-    return spread.finish(product, spread.UNSCALED, bias, out_dtype)
+    return spread.finish(product, UNSCALED, bias, out_dtype)
 
 
 STEPS = Steps(prepare, multiply, native.block128_is_direct, finish, repair)

@@ -24,8 +24,10 @@ from minifloat.ops import launch
 from minifloat.ops.grouped.hopper import multiprocessors
 from minifloat.ops.grouped.hopper_device import following, swept
 from minifloat.ops.launch import allocate, ready
+from minifloat.ops.matmul import emulated, spread
 from minifloat.ops.matmul.reference import contracted_length
-from minifloat.ops.matmul.spread import Scales, factors_of, prepare
+from minifloat.ops.matmul.spread import factors_of
+from minifloat.ops.matmul.steps import Scales
 from minifloat.ops.quantize.job import aligned
 
 ROWS, COLS = 128, 256
@@ -190,7 +192,7 @@ def large_product(a: Any, b: Any, bias: Tensor | None, out_dtype: torch.dtype) -
         return None
     if any(size % 8 for size in (a.outer, b.outer, *depths)):  # TMA wants lines of whole 16 bytes
         return None
-    return multiply(*prepare(a, b, False), bias, out_dtype)
+    return multiply(*emulated.prepare(spread, a, b, False), bias, out_dtype)
 
 
 def _described(x: Tensor, outer: int) -> tuple[TensorDescriptor, bool]:

@@ -131,6 +131,11 @@ def spread(
     return Values(values if along == ROWWISE else values.t(), scales, factor, divisor)
 
 
+def finish(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Adds the bias in fp32 and rounds once."""
+    return (product if bias is None else product + bias.to(out_dtype).float()).to(out_dtype).contiguous()
+
+
 def values_shape(codes: Tensor, fmt: Format, dim: int, along: int, outer: int) -> torch.Size:
     """[M, K] of the values of an operand; arguments as of :func:`spread`."""
     length = contracted_length(codes, fmt, dim, along)

@@ -5,9 +5,6 @@ The same values, bit for bit, as ``emulated.spread`` and the fp32 factors of ``r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +13,7 @@ from torch import Tensor
 from minifloat.formats import ROWWISE, Format
 from minifloat.ops.launch import Kernel, allocate, ready
 from minifloat.ops.matmul.reference import Values, values_shape
+from minifloat.ops.matmul.steps import Scales
 from minifloat.ops.quantize.decode import Factors, at_16_bytes, decode
 from minifloat.ops.quantize.device import extent
 from minifloat.ops.quantize.job import aligned
@@ -144,32 +142,6 @@ def _largest(scale_inv: Tensor, fmt: Format, dim: int, along: int, outer: int) -
         LARGEST.warps,
     )
     return largest, (step, 0) if along == ROWWISE else (0, step)
-
-
-class Scales(NamedTuple):
-    """Factors of the whole contraction: fp32 [1] or [m] and [n], None for none, and what they are over."""
-
-    left: Tensor | None
-    right: Tensor | None
-    divisor: float
-
-
-UNSCALED = Scales(None, None, 1.0)
-
-
-def prepare(a: tuple[Any, ...], b: tuple[Any, ...], direct: bool) -> tuple[Sequence[Tensor], Scales]:
-    """The operands of the emulated product, each given as the arguments of :func:`spread`, and their scales."""
-    if direct:
-        return (values(*a), values(*b)), UNSCALED
-    left, right = spread(*a), spread(*b)
-    scales = Scales(_factor(a, left), _factor(b, right), left.divisor * right.divisor)
-    return (left.codes, right.codes), scales
-
-
-def _factor(operand: tuple[Any, ...], written: Values) -> Tensor | None:
-    """None for values that were cast under scales that are powers of two: those are in them."""
-    cast_as_values = operand[0].dtype == torch.bfloat16
-    return None if cast_as_values and operand[3].scaling.power_of_two else written.factor
 
 
 def factors_of(scales: Scales, other: Tensor) -> tuple[list[Tensor], list[int]]:
