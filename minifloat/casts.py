@@ -54,7 +54,12 @@ class OperandLayout(NamedTuple):
     columnwise_from_rowwise: Callable[[Tensor], Quantized] | None = None
 
     def operands(
-        self, outputs: Iterator[Output], shape: tuple[int, int], dtype: torch.dtype, values: Tensor | None = None
+        self,
+        outputs: Iterator[Output],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        values: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> Quantized:
         """Makes the operands of a matrix of ``shape`` and ``dtype``.
 
@@ -62,17 +67,18 @@ class OperandLayout(NamedTuple):
             outputs: of each cast codes, scales, the measured amax and the given one; as many as are quantized are
                 taken.
             values: the matrix itself, for orientations that are left in high precision.
+            offsets: those of its groups, see :class:`Operand`.
         """
         made = []
         for fmt, dim in self.layouts:
             if fmt.scale_rule == "none":
                 assert values is not None
-                made.append(Operand(as_matrix(values), None, None, fmt, dim, shape, dtype))
+                made.append(Operand(as_matrix(values), None, None, fmt, dim, shape, dtype, offsets))
                 continue
             codes, scale_inv, measured, level = next(outputs)
             rule = fmt.scale_rule
             amax = measured if rule == "given" else level if rule == "two_level" else None
-            made.append(new(Operand, (codes, scale_inv, amax, fmt, dim, shape, dtype)))
+            made.append(new(Operand, (codes, scale_inv, amax, fmt, dim, shape, dtype, offsets)))
         row = made[self.row] if self.row >= 0 else None
         if self.columnwise_from_rowwise is not None:
             return Quantized(row, self.columnwise_from_rowwise(made[0].dequantize()).columnwise)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.ops import quantize
+from minifloat.ops import grouped, quantize
 from minifloat.ops.quantize import reference
 
 _NAMES = {ROWWISE: "rowwise", COLUMNWISE: "columnwise"}
 
 
 class Operand(NamedTuple):
-    """One orientation of a quantized [M, K] matrix.
+    """One orientation of a quantized [M, K] matrix, or of groups of its rows that are each quantized alone.
 
     Args:
         codes: uint8 in the [M, K] layout, two a byte along ``dim`` for 4-bit elements; the values themselves, in their
@@ -28,6 +28,8 @@ class Operand(NamedTuple):
         dim: the dim the codes are scaled along: ``ROWWISE`` or ``COLUMNWISE``.
         shape: the logical (M, K).
         dtype: the dtype that it was cast from and dequantizes to.
+        offsets: of groups, int32 [G + 1] on the device: the first row of each, and the end of the last one. The three
+            tensors have the shapes of ``ops/grouped/layout.py`` then. None of a matrix that is one group.
     """
 
     codes: Tensor
@@ -37,16 +39,21 @@ class Operand(NamedTuple):
     dim: int
     shape: tuple[int, int]
     dtype: torch.dtype
+    offsets: Tensor | None = None
 
     def serves(self, dim: int) -> bool:
         """Whether a GEMM may contract it along ``dim``."""
         return self.dim == dim or self.format.symmetric
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Computes the [M, K] values in fp32, rounded once to ``dtype`` (default: its own)."""
+        """Computes the [M, K] values in fp32, rounded once to ``dtype`` (default: its own); rows of no group are 0."""
         dtype = dtype or self.dtype
         if self.scale_inv is None:
             return self.codes.to(dtype)
+        if self.offsets is not None:
+            return grouped.grouped_dequantize(
+                self.codes, self.scale_inv, self.amax, self.offsets, self.format.spec, self.dim, *self.shape, dtype
+            )
         if self.codes.dtype == torch.bfloat16:
             parts = self.codes, self.scale_inv, self.amax
             return quantize.reference.dequantize(*parts, self.format, self.dim, *self.shape).to(dtype)
@@ -66,7 +73,7 @@ class Operand(NamedTuple):
     @property
     def layout(self) -> tuple[Format, int, tuple[int, int], torch.dtype]:
         """All but the tensors: format, dim, shape and dtype."""
-        return self[3:]
+        return self[3:7]
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -80,7 +80,7 @@ NAMES: dict[str, str] = {
         "fp8_gemm_dgrad fp8_gemm_wgrad nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
         "quantization_alignment tensor_type row_format columnwise_source logits target hidden weight t freqs "
         "quantizer shards group part x w dy out_dtype betas rows xs params "
-        "indices routing y score_function groups etp_reduction layer layout blocks"
+        "indices routing y score_function groups etp_reduction layer layout blocks offsets"
     ),
     "bool?": "quantize_weights bottom_right_diagonal enc_dec_bottom_right_diagonal",
     "size": (
@@ -230,6 +230,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "fprop": {"x": operands, "w": operands, "out_dtype": torch.float32},
         "dgrad": {"dy": q(x.t().contiguous()), "w": operands, "out_dtype": torch.float32},
         "wgrad": {"dy": operands, "x": operands, "out_dtype": torch.float32},
+        "quantize_groups": {"x": x, "offsets": torch.tensor([0, 4], dtype=torch.int32), "quantizer": q},
         "sort_by_expert": {"indices": indices, "num_experts": 3},
         "permute": {"x": x, "routing": routing},
         "permute_probabilities": {"probabilities": torch.ones(routing.inverse.shape), "routing": routing},

@@ -2,6 +2,7 @@
 
 from minifloat.arguments import checked
 from minifloat.functional import gemm
+from minifloat.functional.grouped import quantize_groups
 from minifloat.functional.router import Routing, permute, permute_probabilities, sort_by_expert, unpermute
 from minifloat.ops.matmul import Gemm, count_gemms
 
@@ -11,6 +12,6 @@ dgrad = checked(gemm.dgrad)
 wgrad = checked(gemm.wgrad)
 
 __all__ = [
-    "Gemm", "Routing", "count_gemms", "dgrad", "fprop", "permute", "permute_probabilities", "sort_by_expert",
-    "unpermute", "wgrad",
+    "Gemm", "Routing", "count_gemms", "dgrad", "fprop", "permute", "permute_probabilities",
+    "quantize_groups", "sort_by_expert", "unpermute", "wgrad",
 ]  # fmt: skip

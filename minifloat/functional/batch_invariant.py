@@ -14,10 +14,8 @@ from torch import Tensor
 from minifloat import backends
 from minifloat.arguments import label_of
 from minifloat.functional.autograd import apply, first_order, guarded
-from minifloat.functional.gemm import check_operands
-from minifloat.functional.grouped import GroupedOperand
-from minifloat.functional.grouped import multiply as multiply_groups
-from minifloat.functional.grouped_weight import SeparateOperands
+from minifloat.functional.gemm import check_operands, multiply_groups
+from minifloat.functional.grouped_weight import SeparateOperands, joined
 from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.operand import Operand
 from minifloat.ops import grouped, matmul, new
@@ -44,19 +42,20 @@ def check_rows_alone(layer: object, config: LinearConfig, options: Options) -> N
 
 def multiply_weight(
     gemm: str,
-    a: GroupedOperand,
-    b: GroupedOperand | SeparateOperands,
+    a: Operand,
+    b: Operand | SeparateOperands,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
     fast_accum: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """fprop as of ``grouped_weight.multiply_weight``. Values are multiplied in the dtype of the result."""
-    w = b.joined()
+    w = joined(b)
     if a.scale_inv is not None and w.scale_inv is not None:
         return multiply_groups(gemm, a, w, out_dtype, bias, fast_accum, out)
     matmul.record(gemm, a.format.spec, w.format.spec, "torch")
     left, right = a.dequantize(out_dtype), w.dequantize(out_dtype)
+    assert a.offsets is not None and w.offsets is not None
     return matmul.written(grouped.rowwise_mm(left, a.offsets, right, w.offsets, bias, out_dtype), out, False)
 
 
@@ -81,8 +80,8 @@ def _offsets(rows: int, device: torch.device) -> Tensor:
     return torch.arange(2, dtype=torch.int32, device=device) * rows
 
 
-def _one_group(x: Operand) -> GroupedOperand:
-    return new(GroupedOperand, (*x[:3], _offsets(x.shape[0], x.codes.device), *x[3:]))
+def _one_group(x: Operand) -> Operand:
+    return new(Operand, (*x[:7], _offsets(x.shape[0], x.codes.device)))
 
 
 def multiply_values(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -156,7 +156,7 @@ class Local(TensorParallel):
 
     def dequantized(self, operand: Any) -> Any:
         """The values of an operand, for a backward in high precision that has saved codes."""
-        return values_of(operand.dequantize())
+        return values_of(operand.dequantize(), operand.offsets)
 
 
 LOCAL = Local()

@@ -15,20 +15,22 @@ from minifloat.formats import COLUMNWISE
 from minifloat.functional import batch_invariant
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision
-from minifloat.functional.grouped import GroupedCasts, GroupLayout, bias_gradient, grouped_casts, multiply, values
-from minifloat.functional.grouped_weight import multiply_weight
+from minifloat.functional.gemm import multiply_groups
+from minifloat.functional.grouped import GroupedCasts, GroupLayout, grouped_casts
+from minifloat.functional.grouped_weight import joined, multiply_weight
 from minifloat.functional.linear import Given, LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm_activation import Activation
-from minifloat.functional.quantize import delayed_scale
+from minifloat.functional.quantize import delayed_scale, values_of
 from minifloat.functional.router import Routing
 from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight, Product, computed, into_main_grad, is_old, written
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
 from minifloat.ops.activation import out_columns
+from minifloat.ops.grouped import grouped_sum
 from minifloat.ops.grouped.activation import grouped_activation, grouped_activation_backward
 from minifloat.ops.permute import unpermute_rows
-from minifloat.quantizer import Amaxes
+from minifloat.quantizer import Amaxes, as_matrix
 from minifloat.tensor import QuantizedTensor
 
 
@@ -58,11 +60,10 @@ class Experts(Local):
     y_tokens: Tokens | None = None
 
     def values(self, x: Any) -> Any:
-        return values(x, self.layout.offsets)
+        return values_of(x, self.layout.offsets)
 
     def dequantized(self, operand: Any) -> Any:
-        operand = operand.joined()
-        return values(operand.dequantize(), operand.offsets)
+        return super().dequantized(joined(operand))
 
     def quantize_inputs(
         self, spec: Spec, source: LocalWeight, given: Given, x: Tensor | None, weight: Tensor, known: KnownOfX = UNKNOWN
@@ -89,7 +90,7 @@ class Experts(Local):
 
     def bias_gradient(self, spec: Spec, dy: Tensor) -> Tensor:
         """db [G, N]."""
-        return bias_gradient(dy, self.layout)
+        return grouped_sum(as_matrix(dy), self.layout.offsets)
 
     def quantize_dy(
         self, spec: Spec, dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None
@@ -114,7 +115,7 @@ class Experts(Local):
     ) -> Tensor:
         """dW [G, N, K]."""
         x = self.dequantized(x) if spec.override == "dequantized" else x
-        return multiply("wgrad", dy, x, dtype, None, spec.config.fast_wgrad, out, accumulate)
+        return multiply_groups("wgrad", dy, x, dtype, None, spec.config.fast_wgrad, out, accumulate)
 
 
 def _summed(rows: Tensor, tokens: Tokens | None) -> Tensor:
@@ -132,7 +133,7 @@ class ExpertWeights(LocalWeight):
             return w.along(spec.along)
         layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
         weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-        return values(weight.flatten(0, 1), layout.offsets)
+        return values_of(weight.flatten(0, 1), layout.offsets)
 
     def _parts(self, dw: Tensor) -> Iterable[tuple[Any, Tensor]]:
         return zip(self.parameters, (dw,) if self.parameters[0].dim() == 3 else dw.unbind(), strict=True)

@@ -100,7 +100,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *extra: Tensor | None) -> tuple[Any, ...]:
         spec, exchange, source = ctx.axes
         saved = ctx.saved_tensors  # read once: a checkpoint gives each tensor once
-        (x, w), (scale, beta, *of_norm) = unpack(ctx.layouts, saved[:6]), saved[6:]
+        (x, w), (scale, beta, *of_norm) = unpack(ctx.layouts, saved[:8]), saved[8:]
         dn = dw = db = None
         if dy is not None:
             db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
@@ -281,7 +281,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
         delayed1, delayed2 = given1.delayed, given2.delayed
         saved = ctx.saved_tensors
-        (x1, w1, x2, w2), (scale1, scale2, h, beta, *of_norm) = unpack(ctx.layouts, saved[:12]), saved[12:]
+        (x1, w1, x2, w2), (scale1, scale2, h, beta, *of_norm) = unpack(ctx.layouts, saved[:16]), saved[16:]
         del saved
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # unless they are retained: what has been read is freed before the end

@@ -10,7 +10,7 @@ from torch import Tensor
 from minifloat.arguments import FloatDtype
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
-from minifloat.ops import matmul
+from minifloat.ops import grouped, matmul
 
 
 def fprop(
@@ -24,6 +24,9 @@ def fprop(
     accumulate: bool = False,
 ) -> Tensor:
     """Y [M, N] = X W^T + bias, contracting K: both operands rowwise. The bias is added in fp32, before rounding.
+
+    Operands of groups (:func:`~minifloat.functional.quantize_groups`) are multiplied group by group: X [M, K] or dY
+    [M, N] by W [G N, K], with biases [G, N].
 
     ``out``, of the shape, dtype and device of the result, is overwritten with it, or with ``accumulate`` it is added
     to; ``out`` is returned (so for all three).
@@ -56,7 +59,7 @@ def wgrad(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """dW [N, K] = dY^T X, contracting M: both operands columnwise."""
+    """dW [N, K] = dY^T X, contracting M: both operands columnwise; of groups dW [G, N, K]."""
     return multiply("wgrad", dy.along(COLUMNWISE), x.along(COLUMNWISE), out_dtype, None, fast_accum, out, accumulate)
 
 
@@ -75,6 +78,8 @@ def multiply(
     Raises:
         ValueError: one is not quantized along the contracted dim; with a square matrix this would go unnoticed.
     """
+    if a.offsets is not None or b.offsets is not None:
+        return multiply_groups(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
     if not torch.compiler.is_compiling():
         return multiply_eager(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
     a_along, m, b_along, n = check_operands(gemm, a, b)
@@ -114,7 +119,56 @@ def multiply_eager(
     )  # fmt: skip
 
 
-def _check_out(gemm: str, out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+def multiply_groups(
+    gemm: str,
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """:func:`multiply` of each group, see :data:`~minifloat.ops.grouped.grouped_mm`; ``out`` may have another dtype.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    if a.offsets is None or b.offsets is None:
+        raise ValueError(f"grouped {gemm} of groups and a matrix that is none; quantize both by quantize_groups")
+    groups, b_groups = a.offsets.shape[0] - 1, b.offsets.shape[0] - 1
+    weight_rows = b.shape[0] // max(b_groups, 1)
+    shape: tuple[int, ...] = a.shape[0], weight_rows
+    depths = a.shape[1], b.shape[1]
+    if gemm == "wgrad":
+        shape, depths = (groups, a.shape[1], b.shape[1]), (a.shape[0], b.shape[0])
+    elif gemm == "dgrad":
+        shape, depths = (a.shape[0], b.shape[1]), (a.shape[1], weight_rows)
+    if depths[0] != depths[1] or groups != b_groups:
+        raise ValueError(
+            f"grouped {gemm} contracts {depths[0]} elements with {depths[1]}, of {groups} and {b_groups} groups"
+        )
+    arguments = (
+        gemm, a.codes, a.scale_inv, a.tensors[2], a.format.spec, a.dim, a.offsets,
+        b.codes, b.scale_inv, b.tensors[2], b.format.spec, b.dim, b.offsets,
+        *shape[-2:], out_dtype, bias, fast_accum,
+    )  # fmt: skip
+    if out is not None or accumulate:
+        _check_out(gemm, out, shape, out_dtype if out is None else out.dtype, a.codes.device)
+    if out is not None and not accumulate and _takes_product(out, out_dtype):
+        grouped.grouped_mm_into(out, *arguments)
+        return out
+    return matmul.written(grouped.grouped_mm(*arguments), out, accumulate)
+
+
+def _takes_product(out: Tensor, dtype: torch.dtype) -> bool:
+    """Kernels of groups can write a product there."""
+    if torch.compiler.is_compiling() or type(out) is not Tensor:
+        return False
+    return out.dtype == dtype and out.is_contiguous() and out.data_ptr() % 256 == 0
+
+
+def _check_out(gemm: str, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     if out is None:
         raise ValueError(f"{gemm}: accumulate=True adds to out; give it, {dtype} {shape} on {device}")
     if out.shape != shape or out.dtype != dtype or out.device != device:

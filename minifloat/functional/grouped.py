@@ -1,4 +1,4 @@
-"""Groups of rows of one matrix, quantized and multiplied as matrices of their own: operands, casts and GEMMs.
+"""Groups of rows of one matrix, quantized as matrices of their own.
 
 The rows of X [M, K] that belong to expert g are ``offsets[g]`` to ``offsets[g + 1]``; how many those are only the
 device knows. A weight is [G, N, K]. No scale, block or byte is shared between groups, so that each is quantized and
@@ -8,21 +8,22 @@ multiplied as by a linear of its own, in one launch for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minifloat import finite
-from minifloat.arguments import label_of
+from minifloat.arguments import checked, label_of
 from minifloat.comm.group import cached
 from minifloat.delayed_call import DelayedCall
-from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, IDENTITY
 from minifloat.functional.norm_activation import measures_amax
 from minifloat.functional.quantize import delayed_scale, record_groups
 from minifloat.functional.router import Routing
 from minifloat.operand import Quantized
-from minifloat.ops import grouped, matmul, new
+from minifloat.ops import grouped
 from minifloat.ops.permute import permute_rows
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Quantizer, as_matrix, casts
@@ -86,55 +87,6 @@ class GroupLayout(NamedTuple):
             if rows
             else cls(torch.zeros(groups + 1, dtype=torch.int32, device=device), 0)
         )
-
-
-class GroupedOperand(NamedTuple):
-    """One orientation of a matrix [M, K] that is quantized group by group; see :class:`~minifloat.operand.Operand`.
-
-    ``codes``, ``scale_inv`` and ``amax`` have the shapes of ``ops/grouped/layout.py``; ``shape`` is (M, K).
-    """
-
-    codes: Tensor
-    scale_inv: Tensor | None
-    amax: Tensor | None
-    offsets: Tensor
-    format: Format
-    dim: int
-    shape: tuple[int, int]
-    dtype: torch.dtype
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """Those that a backward saves."""
-        return self.codes, self.scale_inv, self.amax if self.format.scale_rule == "two_level" else None, self.offsets
-
-    @property
-    def groups(self) -> int:
-        """Their number."""
-        return self.offsets.shape[0] - 1
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The [M, K] values it stands for; rows that are no group's are 0."""
-        dtype = dtype or self.dtype
-        if self.scale_inv is None:
-            return self.codes.to(dtype)
-        return grouped.grouped_dequantize(
-            self.codes, self.scale_inv, self.amax, self.offsets, self.format.spec, self.dim, *self.shape, dtype
-        )
-
-    def serves(self, dim: int) -> bool:
-        """A GEMM may contract it along ``dim``."""
-        return self.dim == dim or self.format.symmetric
-
-    def joined(self) -> GroupedOperand:
-        """Itself: all groups lie in one piece of memory."""
-        return self
-
-
-def values(x: Tensor, offsets: Tensor) -> GroupedOperand:
-    """``x`` [..., K] in high precision."""
-    matrix = as_matrix(x)
-    return GroupedOperand(matrix, None, None, offsets, IDENTITY, ROWWISE, (matrix.shape[0], matrix.shape[1]), x.dtype)
 
 
 class GroupedCasts:
@@ -231,21 +183,14 @@ class GroupedCasts:
         ``x``: the matrix [M, K], or one of its shape and dtype where all orientations are quantized.
         """
         outputs = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
-        operands: list[Any] = [self._operand(x, offsets, fmt, dim, outputs) for fmt, dim in self.operand_layout.layouts]
-        row, column = (operands[i] if i >= 0 else None for i in (self.operand_layout.row, self.operand_layout.column))
+        layout = self.operand_layout
         if self.second is not None:
-            column = self.second(operands[0].dequantize(), offsets).columnwise
+            layout = layout._replace(columnwise_from_rowwise=partial(self.second, offsets=offsets))
+        operands = layout.operands(outputs, (x.shape[0], x.shape[1]), x.dtype, x, offsets)
         if delayed_call is not None:
-            measured = [o.amax for o in operands if o.format.scale_rule == "given" and o.amax is not None]
-            record_groups(delayed_call, self.kind, measured[:1])
-        return new(Quantized, (row, column))
-
-    def _operand(self, x: Tensor, offsets: Tensor, fmt: Format, dim: int, outputs: Any) -> GroupedOperand:
-        if not fmt.quantized:
-            return values(x, offsets)
-        codes, scale_inv, measured, level = next(outputs)
-        amax = measured if fmt.scale_rule == "given" else level if fmt.scale_rule == "two_level" else None
-        return GroupedOperand(codes, scale_inv, amax, offsets, fmt, dim, (x.shape[0], x.shape[1]), x.dtype)
+            pairs = zip(self.formats, made[2::3], strict=True)
+            record_groups(delayed_call, self.kind, [own for fmt, own in pairs if fmt.scale_rule == "given"][:1])
+        return operands
 
 
 @cached
@@ -254,68 +199,16 @@ def grouped_casts(quantizer: Quantizer, kind: str, gemm_ready_on: str) -> Groupe
     return GroupedCasts(quantizer, kind, gemm_ready_on)
 
 
-def quantize(x: Tensor, layout: GroupLayout, quantizer: Quantizer, *, gemm_ready: bool = False) -> Quantized:
-    """Each group of rows of ``x`` [M, K] as ``quantizer`` casts it alone.
+@checked
+def quantize_groups(x: Tensor, offsets: Tensor, quantizer: Quantizer, *, gemm_ready: bool = False) -> Quantized:
+    """Each group of rows of ``x`` [M, K] as ``quantizer`` casts it alone, in one launch for all.
+
+    ``fprop``, ``dgrad`` and ``wgrad`` multiply such operands group by group. Those of a weight [G, N, K] are quantized
+    as [G N, K], with offsets 0, N, ..., G N; X and dY have the offsets of their rows.
 
     Args:
+        offsets: int32 [G + 1] on the device of ``x``: the first row of each group, and the end of the last one, at most
+            M; not descending. Rows beyond it are no group's.
         gemm_ready: lay codes out in memory as this device's GEMMs read them.
-
-    Returns:
-        A :class:`Quantized` of :class:`GroupedOperand`.
     """
-    return grouped_casts(quantizer, "input", x.device.type if gemm_ready else "")(x, layout.offsets)
-
-
-def multiply(
-    gemm: str,
-    a: GroupedOperand,
-    b: GroupedOperand,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-) -> Tensor:
-    """The GEMM of each group, see :data:`~minifloat.ops.grouped.grouped_mm`; other arguments as of ``gemm.multiply``.
-
-    Raises:
-        ValueError: sizes that do not fit.
-    """
-    weight_rows = b.shape[0] // max(b.groups, 1)
-    if gemm == "wgrad":
-        rows, cols, depths = a.shape[1], b.shape[1], (a.shape[0], b.shape[0])
-    elif gemm == "dgrad":
-        rows, cols, depths = a.shape[0], b.shape[1], (a.shape[1], weight_rows)
-    else:
-        rows, cols, depths = a.shape[0], weight_rows, (a.shape[1], b.shape[1])
-    if depths[0] != depths[1] or a.groups != b.groups:
-        raise ValueError(
-            f"grouped {gemm} contracts {depths[0]} elements with {depths[1]}, of {a.groups} and {b.groups} groups"
-        )
-    arguments = (
-        gemm, a.codes, a.scale_inv, a.tensors[2], a.format.spec, a.dim, a.offsets,
-        b.codes, b.scale_inv, b.tensors[2], b.format.spec, b.dim, b.offsets,
-        rows, cols, out_dtype, bias, fast_accum,
-    )  # fmt: skip
-    if out is not None and not accumulate and _takes_product(out, out_dtype):
-        grouped.grouped_mm_into(out, *arguments)
-        return out
-    return matmul.written(grouped.grouped_mm(*arguments), out, accumulate)
-
-
-def _takes_product(out: Tensor, dtype: torch.dtype) -> bool:
-    """Kernels can write a product there."""
-    if torch.compiler.is_compiling() or type(out) is not Tensor:
-        return False
-    return out.dtype == dtype and out.is_contiguous() and out.data_ptr() % 256 == 0
-
-
-def product(gemm: str, a: Quantized, b: Quantized, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """fprop Y [M, N], dgrad dX [M, K] or wgrad dW [G, N, K] of each group; 0 in rows and of groups that have none."""
-    a_dim, b_dim = matmul.CONTRACTED[gemm]
-    return multiply(gemm, a.along(a_dim), b.along(b_dim), out_dtype, None, fast_accum)  # type: ignore[arg-type]
-
-
-def bias_gradient(dy: Tensor, layout: GroupLayout) -> Tensor:
-    """db [G, N]: the sum of each group's rows of dY [M, N]."""
-    return grouped.grouped_sum(as_matrix(dy), layout.offsets)
+    return grouped_casts(quantizer, "input", x.device.type if gemm_ready else "")(x, offsets)

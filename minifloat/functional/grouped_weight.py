@@ -16,7 +16,8 @@ from minifloat.comm.group import cached
 from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.functional.autograd import apply
-from minifloat.functional.grouped import GroupedOperand, GroupLayout, multiply
+from minifloat.functional.gemm import multiply_groups
+from minifloat.functional.grouped import GroupLayout
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
 from minifloat.ops.grouped import layout
@@ -57,19 +58,20 @@ def _join(name: layout.Name, operands: Sequence[Operand]) -> Tensor | None:
     return torch.cat([*pieces, zeros[gaps[-1]]])
 
 
-def join(operands: Sequence[Operand]) -> GroupedOperand:
+def join(operands: Sequence[Operand]) -> Operand:
     """Operands of matrices [N, K], alike in all but their tensors, as that of [G, N, K]: a copy."""
     first, groups = operands[0], len(operands)
     codes, scale_inv, amax = (_join(name, operands) for name in layout.NAMES)
     assert codes is not None
     offsets = GroupLayout.uniform(groups, first.shape[0], codes.device).offsets
     shape = groups * first.shape[0], first.shape[1]
-    return GroupedOperand(codes, scale_inv, amax, offsets, first.format, first.dim, shape, first.dtype)
+    return Operand(codes, scale_inv, amax, first.format, first.dim, shape, first.dtype, offsets)
 
 
-def with_rows_consecutive(weight: GroupedOperand) -> GroupedOperand:
+def with_rows_consecutive(weight: Operand) -> Operand:
     """The operand of [G, N, K] as a cast for a GPU's dgrad would give it: columnwise, rows consecutive in memory."""
-    codes, groups, cols = weight.codes, weight.groups, weight.shape[1]
+    assert weight.offsets is not None
+    codes, groups, cols = weight.codes, weight.offsets.shape[0] - 1, weight.shape[1]
     rows, unit = weight.shape[0] // groups, layout.unit(weight.format)
     if weight.dim == COLUMNWISE:
         codes = codes.t().contiguous()
@@ -86,7 +88,7 @@ def with_rows_consecutive(weight: GroupedOperand) -> GroupedOperand:
     return weight._replace(codes=codes.t(), dim=COLUMNWISE)
 
 
-def part(whole: GroupedOperand, group: int, like: Operand) -> Operand:
+def part(whole: Operand, group: int, like: Operand) -> Operand:
     """The operand of one group in the memory of ``whole``, with versions of its own; in the shapes of ``like``."""
 
     def own(name: layout.Name) -> Any:
@@ -101,7 +103,7 @@ class SeparateOperands(tuple[Any, ...]):
     """The operands of experts' weights as that of [G, N, K], joined when a product reads it.
 
     So what a forward saves are the very codes of each weight, which FSDP2 may free until backward. A tuple, as other
-    operands are: three tensors of each expert, then format, dim, (G N, K) and dtype.
+    operands are: three tensors of each expert, then format, dim, (G N, K), dtype and no offsets.
     """
 
     @classmethod
@@ -110,24 +112,24 @@ class SeparateOperands(tuple[Any, ...]):
         first = operands[0]
         shape = len(operands) * first.shape[0], first.shape[1]
         tensors = chain.from_iterable(each[:3] for each in operands)
-        return cls((*tensors, first.format, first.dim, shape, first.dtype))
+        return cls((*tensors, *first[3:5], shape, first.dtype, None))
 
-    tensors: tuple[Tensor | None, ...] = property(itemgetter(slice(-4)))  # type: ignore[assignment]
+    tensors: tuple[Tensor | None, ...] = property(itemgetter(slice(-5)))  # type: ignore[assignment]
     codes: Tensor = property(itemgetter(0))  # type: ignore[assignment]  # of the first expert, for the device
-    format: Format = property(itemgetter(-4))  # type: ignore[assignment]
-    dim: int = property(itemgetter(-3))  # type: ignore[assignment]
-    shape: tuple[int, int] = property(itemgetter(-2))  # type: ignore[assignment]
-    dtype: torch.dtype = property(itemgetter(-1))  # type: ignore[assignment]
+    format: Format = property(itemgetter(-5))  # type: ignore[assignment]
+    dim: int = property(itemgetter(-4))  # type: ignore[assignment]
+    shape: tuple[int, int] = property(itemgetter(-3))  # type: ignore[assignment]
+    dtype: torch.dtype = property(itemgetter(-2))  # type: ignore[assignment]
     serves = Operand.serves
 
     def split(self) -> list[Operand]:
         """That of each expert."""
-        groups = (len(self) - 4) // 3
+        groups = (len(self) - 5) // 3
         shape = self.shape[0] // groups, self.shape[1]
-        own = (self.format, self.dim, shape, self.dtype)
+        own = (self.format, self.dim, shape, self.dtype, None)
         return [new(Operand, (*self[3 * i : 3 * i + 3], *own)) for i in range(groups)]
 
-    def joined(self) -> GroupedOperand:
+    def joined(self) -> Operand:
         """In memory of its own."""
         return join(self.split())
 
@@ -136,13 +138,18 @@ class SeparateOperands(tuple[Any, ...]):
         return self.joined().dequantize(dtype)
 
 
-def multiply_weight(gemm: str, a: GroupedOperand, b: GroupedOperand | SeparateOperands, *options: Any) -> Tensor:
+def joined(operand: Operand | SeparateOperands) -> Operand:
+    """Itself, in one piece of memory."""
+    return operand.joined() if isinstance(operand, SeparateOperands) else operand
+
+
+def multiply_weight(gemm: str, a: Operand, b: Operand | SeparateOperands, *options: Any) -> Tensor:
     """``multiply`` by a weight, which may be of several parameters, and in another memory order than dgrad wants."""
-    weight = b.joined()
+    weight = joined(b)
     codes = weight.codes
     if gemm == "dgrad" and codes.is_cuda and codes.stride(1) == 1 and backends.k_major(weight.format):
         weight = with_rows_consecutive(weight)
-    return multiply(gemm, a, weight, *options)
+    return multiply_groups(gemm, a, weight, *options)
 
 
 # ---- several parameters as one weight ----

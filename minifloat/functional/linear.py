@@ -253,16 +253,14 @@ def pack(*operands: Operand | None) -> tuple[list[Tensor | None], list[Any]]:
     layouts: list[Any] = []
     for operand in operands:
         if operand is None:
-            tensors += None, None, None
-            layouts.append((None, 3, ()))
-        elif type(operand) is Operand:  # its ``tensors``, without a call
-            codes, scale_inv, amax, fmt = operand[:4]
-            tensors += codes, scale_inv, amax if fmt.scale_rule == "two_level" else None
-            layouts.append((Operand, 3, operand[3:]))
-        else:
-            own = operand.tensors
-            tensors += own
-            layouts.append((type(operand), len(own), operand[len(own) :]))
+            tensors += (None,) * 4
+            layouts.append((None, 4, ()))
+            continue
+        own = operand[:-5]
+        if type(operand) is Operand:  # its ``tensors``, without a call
+            own = *own[:2], own[2] if operand[3].scale_rule == "two_level" else None
+        tensors += *own, operand[-1]
+        layouts.append((type(operand), len(own) + 1, operand[-5:-1]))
     return tensors, layouts
 
 
@@ -271,12 +269,13 @@ def unpack(layouts: Sequence[Any], tensors: Sequence[Tensor | None]) -> list[Any
     operands: list[Any] = []
     compiling, first = torch.compiler.is_dynamo_compiling(), 0
     for kind, count, layout in layouts:
-        codes = tensors[first]
+        *own, offsets = tensors[first : first + count]
+        codes = own[0]
         if kind is None or codes is None:
             operands.append(None)
         else:
             if not compiling:  # a read of memory that FSDP2 has freed would end the process
                 assert not codes.numel() or codes.untyped_storage().nbytes(), "saved codes were freed before backward"
-            operands.append(new(kind, (*tensors[first : first + count], *layout)))
+            operands.append(new(kind, (*own, *layout, offsets)))
         first += count
     return operands

@@ -94,10 +94,10 @@ def quantize(
     return cast([x], delayed_call, noop_flag=noop_flag)[0]
 
 
-def values_of(x: Tensor) -> Operand:
+def values_of(x: Tensor, offsets: Tensor | None = None) -> Operand:
     """``x`` [..., K] in high precision as an operand."""
     matrix = as_matrix(x.dequantize() if isinstance(x, QuantizedTensor) else x)
-    return Operand(matrix, None, None, IDENTITY, ROWWISE, (matrix.shape[0], matrix.shape[1]), matrix.dtype)
+    return Operand(matrix, None, None, IDENTITY, ROWWISE, (matrix.shape[0], matrix.shape[1]), matrix.dtype, offsets)
 
 
 def cast_with(

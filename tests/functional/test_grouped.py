@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import parse
-from minifloat.functional import experts, grouped
-from minifloat.functional.grouped import GroupedCasts, GroupLayout
+from minifloat.functional import dgrad, experts, fprop, wgrad
+from minifloat.functional import gemm as gemms
+from minifloat.functional.gemm import multiply_groups
+from minifloat.functional.grouped import GroupedCasts, GroupLayout, quantize_groups
 from minifloat.functional.norm_activation import Activation
 from minifloat.ops import matmul
 from minifloat.ops.grouped import activation_kernels, products
@@ -20,6 +23,7 @@ from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits
 
+FP32 = torch.float32
 COUNTS, N, K = (5, 0, 18), 20, 36
 IMPLEMENTATIONS = pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
 
@@ -48,8 +52,8 @@ def test_where_products_go(
 ) -> None:
     """The very memory has what it had plus the product, or the product alone; 0 is added of groups without rows."""
     if kernels:
-        monkeypatch.setattr(grouped.grouped, "grouped_mm", products.multiply)
-        monkeypatch.setattr(grouped.grouped, "grouped_mm_into", products.multiply_into)
+        monkeypatch.setattr(gemms.grouped, "grouped_mm", products.multiply)
+        monkeypatch.setattr(gemms.grouped, "grouped_mm_into", products.multiply_into)
     layout, weights = GroupLayout(offsets_of(COUNTS, device), 25), GroupLayout.uniform(3, N, device)
     x, dy, w = (torch.randint(-3, 4, shape, device=device).bfloat16() for shape in ((25, K), (25, N), (3 * N, K)))
     pair = {
@@ -59,20 +63,43 @@ def test_where_products_go(
     }
     quantizer = Quantizer(parse(spec))
     a, b = (
-        grouped.quantize(*each, quantizer, gemm_ready=True).along(dim)
-        for each, dim in zip(pair[gemm], matmul.CONTRACTED[gemm], strict=True)
+        quantize_groups(x, own.offsets, quantizer, gemm_ready=True).along(dim)
+        for (x, own), dim in zip(pair[gemm], matmul.CONTRACTED[gemm], strict=True)
     )
     bias = torch.randint(-1000, 1000, (3, N), device=device) / 128 if gemm == "fprop" else None  # no bf16
     arguments: Any = gemm, a, b, torch.float32, bias
-    product = grouped.multiply(*arguments)
+    product = multiply_groups(*arguments)
     assert product.shape == {"fprop": (25, N), "dgrad": (25, K), "wgrad": (3, N, K)}[gemm]
     for kind, out in memories(product).items():
         for accumulate in (False, True):
             held = out.clone()
             wanted = held.clone().add_(product) if accumulate else held.clone().copy_(product)
-            found = grouped.multiply(*arguments, out=held, accumulate=accumulate)
+            found = multiply_groups(*arguments, out=held, accumulate=accumulate)
             assert found is held, kind
             assert_same_bits(held, wanted)
+
+
+def test_functions_of_groups(device: torch.device) -> None:
+    """Each group's product is that of its rows alone; a matrix that is none has no groups to be multiplied with."""
+    quantizer, offsets = Quantizer(parse("e4m3/1x128/pow2")), offsets_of(COUNTS, device)
+    x, dy, w = (torch.randn(shape, device=device).bfloat16() for shape in ((25, K), (25, N), (3 * N, K)))
+    of_w = offsets_of((N,) * 3, device)
+    a, b, c = (quantize_groups(each, own, quantizer) for each, own in ((x, offsets), (dy, offsets), (w, of_w)))
+    y, dx, dw = (each(*pair, out_dtype=FP32) for each, pair in ((fprop, (a, c)), (dgrad, (b, c)), (wgrad, (b, a))))
+    for group, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        rows = slice(begin, end)
+        own_x, own_dy, own_w = map(quantizer, (x[rows], dy[rows], w[group * N : group * N + N]))
+        torch.testing.assert_close(y[rows], fprop(own_x, own_w, out_dtype=FP32))
+        torch.testing.assert_close(dx[rows], dgrad(own_dy, own_w, out_dtype=FP32))
+        torch.testing.assert_close(dw[group], wgrad(own_dy, own_x, out_dtype=FP32))
+    assert_same_bits(a.dequantize()[:23], torch.cat([quantizer(part).dequantize() for part in x[:23].split(COUNTS)]))
+    for pair in ((a, quantizer(w)), (quantizer(x), c)):
+        with pytest.raises(ValueError, match="quantize both by quantize_groups"):
+            fprop(*pair, out_dtype=FP32)
+    with pytest.raises(ValueError, match="grouped fprop contracts 36 elements with 36, of 3 and 2 groups"):
+        fprop(a, quantize_groups(w, of_w[:3], quantizer), out_dtype=FP32)
+    with pytest.raises(ValueError, match=r"out is torch.float32 \(25, 36\)"):
+        fprop(a, c, out_dtype=FP32, out=torch.empty_like(x, dtype=FP32))
 
 
 @IMPLEMENTATIONS

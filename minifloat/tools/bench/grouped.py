@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional import grouped
+from minifloat.functional import dgrad, fprop, quantize_groups, wgrad
 from minifloat.functional.grouped import GroupLayout
+from minifloat.functional.quantize import values_of
 from minifloat.operand import Quantized
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tools.bench import gate
@@ -75,14 +77,15 @@ def ours(data: Data, gemm: str, recipe: str | None) -> Call:
     for name, along in zip(GEMMS[gemm], ALONG[gemm], strict=True):
         x, layout = data.values[name], data.layout(name)
         if recipe is None:
-            value = grouped.values(x, layout.offsets)
-            operands.append(Quantized(value, value))  # type: ignore[arg-type]
+            value = values_of(x, layout.offsets)
+            operands.append(Quantized(value, value))
             continue
         quantizer = named(recipe).quantizer(QuantizerRole("linear", ROLES[name]))
         quantizer = quantizer.with_usage(rowwise=along == ROWWISE, columnwise=along == COLUMNWISE)
-        operands.append(grouped.quantize(x, layout, quantizer, gemm_ready=True))
+        operands.append(quantize_groups(x, layout.offsets, quantizer, gemm_ready=True))
     fast = gemm == "fprop" and recipe == "current"
-    return lambda: [grouped.product(gemm, *operands, out_dtype=torch.bfloat16, fast_accum=fast)]
+    multiply: Any = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}[gemm]
+    return lambda: [multiply(*operands, out_dtype=torch.bfloat16, fast_accum=fast)]
 
 
 def by_torch(data: Data, gemm: str) -> Call:
