@@ -368,37 +368,6 @@ def test_cached_weights(name: str) -> None:
         twins.step((5,), first)
 
 
-def test_weights_quantized_anew_in_one_graph() -> None:
-    twins = Twins(RECIPES["current"], call=with_first_microbatch)
-    for _ in range(2):
-        twins.step((5,), True)
-    assert twins.graphs() == 1
-
-
-def test_cached_weights_in_one_graph() -> None:
-    """A compiler knows no parameter's version: reuse in one graph is refused, never stale."""
-    twins = Twins(RECIPES["current"], call=with_first_microbatch)
-    twins.step((5,), True)
-    with pytest.raises(RuntimeError, match=r"Linear ''.*is_first_microbatch=False.*torch\.compiler\.disable"):
-        twins.step((5,), False)
-
-
-def _give_main_grads(twins: Twins) -> None:
-    for model in (twins.eager, twins.model):
-        for layer in (model[0], model[2]):
-            layer.weight.main_grad = torch.ones_like(layer.weight)  # type: ignore[union-attr, arg-type]
-
-
-@pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
-def test_fused_weight_gradient_accumulation(name: str) -> None:
-    twins = Twins(RECIPES[name], fullgraph=False, fuse_wgrad_accumulation=True)
-    _give_main_grads(twins)
-    for _ in range(2):
-        twins.step((5,))
-    assert twins.model[0].weight.grad is None
-    assert twins.model[0].weight.grad_added_to_main_grad is True  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("name", "way"),
     [

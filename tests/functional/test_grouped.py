@@ -125,3 +125,7 @@ def test_gradient_blocks_of_an_activation(
         for found, other, wanted in zip(operands, again, casts(value, offsets), strict=True):
             for each in (found, other):
                 assert_same_bits(each.dequantize(torch.float32), wanted.dequantize(torch.float32))
+
+
+def test_weights_of_no_rows_have_offsets() -> None:
+    assert GroupLayout.uniform(3, 0, torch.device("cpu")).offsets.tolist() == [0] * 4
