@@ -175,14 +175,10 @@ def capturing() -> bool:
 def checkpoint_context_fn() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Makes PyTorch's checkpoint exact: ``checkpoint(..., use_reentrant=False, context_fn=...)``."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # AOTAutograd asks
-        return torch_checkpoint.create_selective_checkpoint_contexts(_recompute_each)
+        policy = torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE  # what a checkpoint without one does
+        return torch_checkpoint.create_selective_checkpoint_contexts(lambda *args, **kwargs: policy)
     tape = Tape()
     return _Forward(tape), _Recomputation(tape)
-
-
-def _recompute_each(context: Any, operation: Any, *args: Any, **kwargs: Any) -> torch_checkpoint.CheckpointPolicy:
-    """Recomputes each operation, as a checkpoint of PyTorch without a policy does."""
-    return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # ---- what modules ask in forward ----

@@ -31,7 +31,7 @@ MOST = {
     "LayerNormLinear current, backward": (17, 46, 86),
     "MLP current, forward": (24, 73, 165),
     "MLP current, backward": (22, 68, 161),
-    "layer current, forward": (30, 122, 427),
+    "layer current, forward": (30, 120, 424),
     "layer current, backward": (23, 72, 287),
 }
 """Files, functions and calls, of Python 3.11; later ones have fewer frames. They only fall.
@@ -39,7 +39,7 @@ MOST = {
 The goals: 9 files and 45 calls of a linear's forward under current scaling, 12 and 160 under others, 28 and 350 of a
 layer's.
 """
-MOST_LINES = 34_038
+MOST_LINES = 34_035
 """Of the library without its tools, which only fall, too."""
 
 

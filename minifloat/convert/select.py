@@ -175,7 +175,9 @@ class DefaultFilter:
     def __init__(self, model: nn.Module, smallest: Count = 256) -> None:
         modules = named_modules(model)
         linears = [named.module for named in linears_of(modules)]
-        self._reasons = _outside_of_stacks(linears, _in_stacks(model)) | _small(linears, smallest) | _tied(modules)
+        reason = f"a side below {smallest} is too small to gain"
+        small = {identity(linear): reason for linear in linears if min(linear_shape(linear)) < smallest}
+        self._reasons = _outside_of_stacks(linears, _in_stacks(model)) | small | _tied(modules)
 
     def __call__(self, module: nn.Module, name: str) -> bool:
         return self.reason(module) is None
@@ -187,11 +189,6 @@ class DefaultFilter:
 
 Reasons = dict[Any, str]
 """Why linears are left alone, by their identity."""
-
-
-def _small(linears: Iterable[nn.Module], smallest: int) -> Reasons:
-    reason = f"a side below {smallest} is too small to gain"
-    return {identity(linear): reason for linear in linears if min(linear_shape(linear)) < smallest}
 
 
 def _tied(modules: Iterable[Named]) -> Reasons:

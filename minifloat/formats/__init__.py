@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-import torch
-
 from minifloat.arguments import Count, NonNegativeFloat, PositiveFloat, checked
-from minifloat.formats.elements import ELEMENTS, SCALE_RULES, Element, ScaleRule, define_element, define_scale_rule
+from minifloat.formats.elements import (
+    ELEMENTS,
+    SCALE_RULES,
+    Element,
+    FormatFacts,
+    ScaleRule,
+    define_element,
+    define_scale_rule,
+)
 
 ROWWISE = -1
 """Scaled along the last dim, which forward and dgrad contract on the left."""
@@ -26,36 +32,9 @@ Transform = Literal["none", "hadamard16"]
 Rounding = Literal["nearest", "stochastic", "four_over_six_mae", "four_over_six_mse"]
 
 
-class _Derived:
-    """Facts that follow from the fields of a :class:`Format`, found once, when it is made."""
-
-    encoding: Element
-    """What ``element`` names."""
-    scaling: ScaleRule
-    """What ``scale_rule`` names."""
-    max: float
-    """Largest finite value of a code."""
-    packed: bool
-    """Whether two codes share a byte."""
-    quantized: bool
-    """Whether there are codes and scales, rather than the values themselves."""
-    scale_dtype: torch.dtype
-    """How scales are stored."""
-    needs_amax: bool
-    """Whether the cast needs an amax over more than one block, so over a group where the tensor is sharded."""
-    grid: bool
-    """Whether scales lie in a grid of blocks in the [M, K] layout, rather than being one."""
-    segment: int
-    """Elements along the contracted dim that the scaled product sums before it applies their scale."""
-    symmetric: bool
-    """Whether one cast serves both orientations: nothing in it depends on which dim is contracted."""
-    spec: str
-    """The format as a short string, which :func:`parse` reads back: ``"e2m1/1x16/two_level/hadamard16"``."""
-
-
 @checked
 @dataclass(frozen=True, eq=False)
-class Format(_Derived):
+class Format(FormatFacts):
     """Number format: an element, blocks, a scale rule and what else a kernel needs to know.
 
     Args:

@@ -11,13 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from minifloat.formats import Format
 
 
 class ElementKernels(NamedTuple):
@@ -199,6 +196,36 @@ class RuleKernels(NamedTuple):
     value: Any
 
 
+class FormatFacts:
+    """Facts that follow from the fields of a ``Format``, found once; and two fields that scale rules read."""
+
+    block: int
+    amax_epsilon: float
+
+    encoding: Element
+    """What ``element`` names."""
+    scaling: ScaleRule
+    """What ``scale_rule`` names."""
+    max: float
+    """Largest finite value of a code."""
+    packed: bool
+    """Whether two codes share a byte."""
+    quantized: bool
+    """Whether there are codes and scales, rather than the values themselves."""
+    scale_dtype: torch.dtype
+    """How scales are stored."""
+    needs_amax: bool
+    """Whether the cast needs an amax over more than one block, so over a group where the tensor is sharded."""
+    grid: bool
+    """Whether scales lie in a grid of blocks in the [M, K] layout, rather than being one."""
+    segment: int
+    """Elements along the contracted dim that the scaled product sums before it applies their scale."""
+    symmetric: bool
+    """Whether one cast serves both orientations: nothing in it depends on which dim is contracted."""
+    spec: str
+    """The format as a short string, which :func:`parse` reads back: ``"e2m1/1x16/two_level/hadamard16"``."""
+
+
 @dataclass(frozen=True, eq=False)
 class ScaleRule:
     """Rule by which scales are found and stored.
@@ -219,7 +246,7 @@ class ScaleRule:
     own: bool = False
     power_of_two: bool = False
 
-    def scale(self, amax: Tensor, fmt: Format, largest: float) -> tuple[Tensor, Tensor]:
+    def scale(self, amax: Tensor, fmt: FormatFacts, largest: float) -> tuple[Tensor, Tensor]:
         """Returns what values with this ``amax`` are multiplied by, and what is stored.
 
         Args:
@@ -247,7 +274,7 @@ class ScaleRule:
 class Quotient(ScaleRule):
     """Rule ``max / amax``; for ``"pow2"`` floored to a power of two."""
 
-    def scale(self, amax: Tensor, fmt: Format, largest: float) -> tuple[Tensor, Tensor]:
+    def scale(self, amax: Tensor, fmt: FormatFacts, largest: float) -> tuple[Tensor, Tensor]:
         amax = torch.where(amax < fmt.amax_epsilon, fmt.amax_epsilon, amax)
         scale = amax.new_full((), fmt.encoding.max) / amax
         scale = torch.where(scale.isinf(), largest if fmt.block else FLT_MAX, scale)
@@ -260,7 +287,7 @@ class Quotient(ScaleRule):
 class E8M0(ScaleRule):
     """Rule ``amax / max``, raised to a power of two whose exponent is stored (OCP Microscaling Formats v1.0, 5.4.1)."""
 
-    def scale(self, amax: Tensor, fmt: Format, largest: float) -> tuple[Tensor, Tensor]:
+    def scale(self, amax: Tensor, fmt: FormatFacts, largest: float) -> tuple[Tensor, Tensor]:
         codes = e8m0_from_float(amax * fp32(1.0 / fmt.max, amax.device))
         # 2^(127 - c): c = 254 is the denormal 2^-127, which has no exponent field of its own.
         return torch.where(codes == 255, torch.nan, _power_of_two(254 - codes.int())), codes

@@ -165,14 +165,11 @@ def load_balancing_loss(scores: Tensor, counts: Tensor, how: Selection, token_ma
         token_mask: bool [T], which tokens count; all without one.
     """
     total = counts.sum().clamp(min=1).to(scores.dtype)
-    sums = _of_tokens(_shares(scores, how), token_mask).sum(0)
+    shares = scores if how.score_before_top_k else how.scores(scores)
+    if how.score_function != "softmax":  # whose rows sum up to 1
+        shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
+    sums = _of_tokens(shares, token_mask).sum(0)
     return (counts.to(scores.dtype) / total * sums).sum() * (scores.shape[1] * how.top_k) / total
-
-
-def _shares(scores: Tensor, how: Selection) -> Tensor:
-    """Scales scores of all experts [T, E] to sum up to 1 in each row."""
-    values = scores if how.score_before_top_k else how.scores(scores)
-    return values if how.score_function == "softmax" else values / (values.sum(-1, keepdim=True) + _TINY)
 
 
 def z_loss(logits: Tensor, counts: Tensor, how: Selection, token_mask: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -14,7 +15,7 @@ from minifloat.arguments import Size, checked, label_of
 from minifloat.autocast import autocast
 from minifloat.comm.pytorch import is_dtensor
 from minifloat.graphs import capture
-from minifloat.graphs.callables import GraphedCallable, WeightCache, takes_first_microbatch
+from minifloat.graphs.callables import GraphedCallable, WeightCache
 from minifloat.graphs.capture import Progress, Step, free_accumulators, steps_of, unchanged
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_state import LinearState, prepare
@@ -161,7 +162,7 @@ def _checked_device(modules: Sequence[nn.Module], *arguments: Any) -> torch.devi
 def _check(module: nn.Module, caches: bool) -> None:
     """Raises where a replay would not do what the module does."""
     label = label_of(module)
-    if caches and not takes_first_microbatch(module):
+    if caches and "is_first_microbatch" not in inspect.signature(module.forward).parameters:
         raise TypeError(f"{label}: cache_quantized_params needs a forward with is_first_microbatch; add the argument")
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks:

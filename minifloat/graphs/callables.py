@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -317,11 +316,6 @@ class _Replay(torch.autograd.Function):
 
 
 _replay: Callable[..., tuple[Tensor, ...]] = _Replay.apply
-
-
-def takes_first_microbatch(module: nn.Module) -> bool:
-    """Whether the module's forward has the argument ``is_first_microbatch``."""
-    return "is_first_microbatch" in inspect.signature(module.forward).parameters
 
 
 def _form(x: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:

@@ -224,14 +224,15 @@ class DotProductAttention(nn.Module):
             band = simplified(band, diagonal, q.shape[2], k.shape[2])
         if self.qkv_format == "thd":
             self._check_unused("core_attention_bias", core_attention_bias)
-        mask = Mask(
-            band,
-            diagonal,
-            query_places,
-            key_places,
-            ~self._arbitrary(attention_mask, q, k) if mask_type == "arbitrary" else None,
-            None if core_attention_bias is None else self._fits("core_attention_bias", core_attention_bias, q, k),
-        )
+        bias, kept = core_attention_bias, None
+        if mask_type == "arbitrary":
+            if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.bool:
+                raise ValueError(
+                    f"{self._label}: attn_mask_type='arbitrary' needs attention_mask, bool, True where masked out"
+                )
+            kept = ~self._fits("attention_mask", attention_mask, q, k)
+        bias = None if bias is None else self._fits("core_attention_bias", bias, q, k)
+        mask = Mask(band, diagonal, query_places, key_places, kept, bias)
         dropout = self.attention_dropout if self.training else 0.0
         out = attention(q, k, v, mask, scale=self.softmax_scale, softcap=self.softcap, dropout=dropout)
         return self._from_bhsd(out)
@@ -320,13 +321,6 @@ class DotProductAttention(nn.Module):
                 f"{(t.shape[0], 1, 1, t.shape[2])} is needed, or a pair of masks where keys differ from queries"
             )
         return mask.reshape(t.shape[0], t.shape[2])
-
-    def _arbitrary(self, mask: Tensor | tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor) -> Tensor:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise ValueError(
-                f"{self._label}: attn_mask_type='arbitrary' needs attention_mask, bool, True where masked out"
-            )
-        return self._fits("attention_mask", mask, q, k)
 
     def _fits(self, name: str, t: Tensor, q: Tensor, k: Tensor) -> Tensor:
         shape = (*q.shape[:3], k.shape[2])

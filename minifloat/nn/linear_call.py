@@ -236,7 +236,8 @@ def check_input(layer: LinearState, x: Tensor, is_first_microbatch: bool | None)
         check_tensor(x, layer)
     weight = layer._parameters.get("weight")
     if weight is None or weight.is_meta:
-        check_meta(x, layer, layer._weight(layer._weight_names[0]))
+        name = layer._weight_names[0]
+        check_meta(x, layer, layer._parameters[name] if name in layer._parameters else layer._weight(name))
     if not x.is_floating_point():
         raise TypeError(f"{layer._label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
     if x.dim() == 0 or x.shape[-1] != layer.in_features:

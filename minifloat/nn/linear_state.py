@@ -21,8 +21,15 @@ from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, r
 from minifloat.functional.spec import LinearConfigs, Spec
 from minifloat.functional.weight_source import LOCAL_WEIGHT, LocalWeight
 from minifloat.nn.options import InitMethod
-from minifloat.nn.quantized_parameters import bind_scale, bind_scales, keep_quantized, load_scales, quantized_rows
-from minifloat.nn.tensor_parallel import Partition, SharedRows
+from minifloat.nn.quantized_parameters import (
+    QuantizedWeights,
+    bind_scale,
+    bind_scales,
+    keep_quantized,
+    load_scales,
+    quantized_rows,
+)
+from minifloat.nn.tensor_parallel import Partition
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, OwnRecipe, Recipe, RecipeLike, as_recipe, own_recipe
@@ -56,7 +63,7 @@ class CachedWeight(NamedTuple):
         )
 
 
-class LinearState(SharedRows):
+class LinearState(QuantizedWeights):
     """The state of a :class:`~minifloat.Linear`, beside its parameters; ``_groups`` linears may share it.
 
     Attributes:
@@ -68,11 +75,8 @@ class LinearState(SharedRows):
         _preserves_initial: quantized weights keep the values that they start with.
     """
 
-    _groups = 1
-
     in_features: int
     out_features: int
-    forward_scaling: AmaxHistory
     backward_scaling: AmaxHistory
     _partitions: dict[str, Partition]
     _configs: LinearConfigs
@@ -100,19 +104,6 @@ class LinearState(SharedRows):
     _preserves_initial: bool = False
 
     # ---- what each kind of layer says of its parameters ----
-
-    @property
-    def _label(self) -> str:
-        """Name of the layer in errors."""
-        raise NotImplementedError
-
-    @property
-    def _matrices(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the parameters of each matrix [N, K] that is quantized by itself; none if parameters are no rows."""
-        raise NotImplementedError
-
-    def _weight(self, name: str) -> nn.Parameter:
-        return getattr(self, name)
 
     def _weight_matrix(self) -> Tensor:
         """Returns this rank's W in the shape that the autograd function takes."""
@@ -172,7 +163,6 @@ class LinearState(SharedRows):
         self.__dict__.update(defaults | own | given)  # nn.Module.__init__ may not have run yet
 
     def _config(self, recipe: Recipe) -> LinearConfig:
-        """Finds how ``recipe`` quantizes the layer's tensors: asked at its first use, and kept."""
         return self._configs.under(recipe, self._new_config).config
 
     def _new_config(self, recipe: Recipe) -> LinearConfig:
@@ -188,10 +178,6 @@ class LinearState(SharedRows):
         for name in _HISTORIES:
             if name in self._modules:
                 getattr(self, name).reset_parameters()
-
-    def _group_of(self, name: str) -> int:
-        """Finds which of the ``_groups`` linears has the weight ``name``."""
-        return 0
 
     # ---- the weight of a call ----
 
@@ -378,11 +364,6 @@ class LinearState(SharedRows):
                 self.add_module(name, AmaxHistory(slots_of_all, max(history_length(saved), 1), device))
             elif weight is not None and name in self._modules:
                 getattr(self, name).reset_missing(state_dict, f"{prefix}{name}.", weight.device if assign else device)
-
-    def _fitting_weights(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Finds by name the weights that a state dict brings, without those of another shape, which PyTorch refuses."""
-        brought = {name: state_dict.get(prefix + name) for name in self._weight_names}
-        return {n: w for n, w in brought.items() if isinstance(w, Tensor) and w.shape == self._weight(n).shape}
 
 
 def reusable_operands(weight: QuantizedTensor, spec: Spec) -> Quantized | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,51 @@ from minifloat.autocast import get_default_recipe
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.group import Group
 from minifloat.comm.pytorch import own_part, own_rows
+from minifloat.delayed import AmaxHistory
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
-from minifloat.functional.linear_config import FORWARD_SLOTS
+from minifloat.functional.linear_config import FORWARD_SLOTS, LinearConfig
 from minifloat.nn.options import replace
+from minifloat.nn.tensor_parallel import SharedRows
 from minifloat.ops.delayed import FLT_MAX
 from minifloat.quantizer import DTYPES, Quantizer, find_amaxes
-from minifloat.recipe import Recipe, RecipeLike, as_recipe
+from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor, quantize
 
-if TYPE_CHECKING:
-    from minifloat.nn.linear_state import LinearState
+
+class QuantizedWeights(SharedRows):
+    """Layer whose weights may be kept quantized; a :class:`~minifloat.nn.linear_state.LinearState`."""
+
+    forward_scaling: AmaxHistory
+    recipe: OwnRecipe
+    _groups = 1
+    _weight_margin: int
+    _preserves_initial: bool
+
+    @property
+    def _label(self) -> str:
+        """Name of the layer in errors."""
+        raise NotImplementedError
+
+    @property
+    def _matrices(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the parameters of each matrix [N, K] that is quantized by itself; none if parameters are no rows."""
+        raise NotImplementedError
+
+    def _weight(self, name: str) -> nn.Parameter:
+        return getattr(self, name)
+
+    def _group_of(self, name: str) -> int:
+        """Finds which of the ``_groups`` linears has the weight ``name``."""
+        return 0
+
+    def _config(self, recipe: Recipe) -> LinearConfig:
+        """Finds how ``recipe`` quantizes the layer's tensors: asked at its first use, and kept."""
+        raise NotImplementedError
+
+    def _fitting_weights(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+        """Finds by name the weights that a state dict brings, without those of another shape, which PyTorch refuses."""
+        brought = {name: state_dict.get(prefix + name) for name in self._weight_names}
+        return {n: w for n, w in brought.items() if isinstance(w, Tensor) and w.shape == self._weight(n).shape}
 
 
 class ParameterInit(NamedTuple):
@@ -86,7 +121,7 @@ def parameter_init() -> ParameterInit | None:
     return _stack.inits[-1] if _stack.inits else None
 
 
-def quantize_weights(layer: LinearState, init: ParameterInit | None) -> None:
+def quantize_weights(layer: QuantizedWeights, init: ParameterInit | None) -> None:
     """Replaces the weights of a layer by quantized parameters as ``init`` says; None: keeps them in high precision."""
     if init is None or layer.recipe == "none":
         return
@@ -106,7 +141,7 @@ def quantize_weights(layer: LinearState, init: ParameterInit | None) -> None:
 
 
 def quantized_weight(
-    layer: LinearState, name: str, values: nn.Parameter, quantizer: Quantizer, preserve: bool
+    layer: QuantizedWeights, name: str, values: nn.Parameter, quantizer: Quantizer, preserve: bool
 ) -> nn.Parameter:
     """Quantizes ``values`` as the weight ``name``, under delayed scaling with their own scale.
 
@@ -127,7 +162,7 @@ def quantized_weight(
 
 
 @torch.no_grad()
-def write(layer: LinearState, name: str, parameter: Tensor, values: Tensor) -> None:
+def write(layer: QuantizedWeights, name: str, parameter: Tensor, values: Tensor) -> None:
     """Writes this rank's part of ``values``, in the whole shape of the parameter ``name``, to it."""
     extent = None if layer._etp is None else layer._etp.rows.extents().get(name)
     own = own_part(values, layer._weight(name)) if extent is None else values[..., extent[1], :]
@@ -141,7 +176,7 @@ def write(layer: LinearState, name: str, parameter: Tensor, values: Tensor) -> N
         rows.set_high_precision_init_val(own)
 
 
-def quantized_rows(layer: LinearState) -> dict[str, QuantizedTensor]:
+def quantized_rows(layer: QuantizedWeights) -> dict[str, QuantizedTensor]:
     """Finds by name the weights that a layer keeps quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
     rows = {name: own_rows(layer._weight(name)) for names in layer._matrices for name in names}
     return {name: own for name, own in rows.items() if isinstance(own, QuantizedTensor)}
@@ -150,14 +185,14 @@ def quantized_rows(layer: LinearState) -> dict[str, QuantizedTensor]:
 # ---- under delayed scaling ----
 
 
-def weight_scale(layer: LinearState, name: str) -> Tensor:
+def weight_scale(layer: QuantizedWeights, name: str) -> Tensor:
     """Returns the delayed scale of the weight ``name``, fp32 [1]: a view of the history's scales."""
     slot = FORWARD_SLOTS.index("weight") * layer._groups + layer._group_of(name)
     return layer.forward_scaling.scale[slot : slot + 1]
 
 
 def bind_scale(
-    layer: LinearState,
+    layer: QuantizedWeights,
     name: str,
     weight: QuantizedTensor,
     values: Sequence[Tensor] = (),
@@ -176,13 +211,13 @@ def bind_scale(
         set_scale(weight.scale, values, fmt, layer._weight_margin, amax_group)
 
 
-def bind_scales(layer: LinearState) -> None:
+def bind_scales(layer: QuantizedWeights) -> None:
     """Binds all weights, after something has replaced them or the scale: no compiled forward could."""
     for name, rows in quantized_rows(layer).items():
         bind_scale(layer, name, rows)
 
 
-def load_scales(layer: LinearState, state_dict: dict[str, Any], prefix: str) -> None:
+def load_scales(layer: QuantizedWeights, state_dict: dict[str, Any], prefix: str) -> None:
     """Sets delayed scaling's scales to those of the weights which a state dict brings, where it brings none itself.
 
     Codes that are copied as they are need it too: the next write to the weight casts with it.

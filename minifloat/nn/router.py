@@ -204,7 +204,9 @@ class TopKRouter(nn.Module):
             if mask is not None:
                 indices = indices.masked_fill(~mask[:, None], -1)
                 probabilities = torch.where(mask[:, None], probabilities, 0.0)
-            counting = self._counting()
+            counting = self.expert_counts is not None and self.training and not recomputes()  # no choice counts twice
+            if counting:
+                pytorch.keep_histories()
             loss = logits.new_zeros(())
             if counting or self.aux_loss_coefficient or self.z_loss_coefficient:
                 counts = count_experts(indices, self.num_experts)
@@ -254,13 +256,6 @@ class TopKRouter(nn.Module):
         operands = (x, self.weight) if own else (x.to(dtype), self.weight.to(dtype))
         logits = multiply_values(*operands, dtype)
         return (logits if self.bias is None else logits + self.bias.to(dtype)).float()
-
-    def _counting(self) -> bool:
-        """Whether this forward's choices are counted: a recomputation's were, by the forward that it repeats."""
-        if self.expert_counts is None or not self.training or recomputes():
-            return False
-        pytorch.keep_histories()
-        return True
 
     @checked
     @torch.no_grad()
