@@ -39,7 +39,7 @@ MOST = {
 The goals: 9 files and 45 calls of a linear's forward under current scaling, 12 and 160 under others, 28 and 350 of a
 layer's.
 """
-MOST_LINES = 34_035
+MOST_LINES = 34_011
 """Of the library without its tools, which only fall, too."""
 
 

@@ -15,7 +15,6 @@ from minifloat import backends
 from minifloat.arguments import label_of
 from minifloat.functional.autograd import apply, first_order, guarded
 from minifloat.functional.gemm import check_operands, multiply_groups
-from minifloat.functional.grouped_weight import SeparateOperands, joined
 from minifloat.functional.linear_config import LinearConfig, Options
 from minifloat.operand import Operand
 from minifloat.ops import grouped, matmul, new
@@ -40,25 +39,6 @@ def check_rows_alone(layer: object, config: LinearConfig, options: Options) -> N
         raise ValueError(f"{label_of(layer)}: autocast(batch_invariant=True) needs the Triton kernels: {runs[1]}")
 
 
-def multiply_weight(
-    gemm: str,
-    a: Operand,
-    b: Operand | SeparateOperands,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """fprop as of ``grouped_weight.multiply_weight``. Values are multiplied in the dtype of the result."""
-    w = joined(b)
-    if a.scale_inv is not None and w.scale_inv is not None:
-        return multiply_groups(gemm, a, w, out_dtype, bias, fast_accum, out)
-    matmul.record(gemm, a.format.spec, w.format.spec, "torch")
-    left, right = a.dequantize(out_dtype), w.dequantize(out_dtype)
-    assert a.offsets is not None and w.offsets is not None
-    return matmul.written(grouped.rowwise_mm(left, a.offsets, right, w.offsets, bias, out_dtype), out, False)
-
-
 def multiply(
     gemm: str,
     a: Operand,
@@ -68,11 +48,16 @@ def multiply(
     fast_accum: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """fprop as of ``gemm.multiply``, of one group."""
-    check_operands(gemm, a, b)
-    return multiply_weight(
-        gemm, _one_group(a), _one_group(b), out_dtype, None if bias is None else bias[None], fast_accum, out
-    )
+    """Computes fprop as of ``gemm.multiply``, of a matrix as one group. Values have the dtype of the result."""
+    if a.offsets is None:
+        check_operands(gemm, a, b)
+        a, b, bias = _one_group(a), _one_group(b), None if bias is None else bias[None]
+    if a.scale_inv is not None and b.scale_inv is not None:
+        return multiply_groups(gemm, a, b, out_dtype, bias, fast_accum, out)
+    matmul.record(gemm, a.format.spec, b.format.spec, "torch")
+    left, right = a.dequantize(out_dtype), b.dequantize(out_dtype)
+    assert a.offsets is not None and b.offsets is not None
+    return matmul.written(grouped.rowwise_mm(left, a.offsets, right, b.offsets, bias, out_dtype), out, False)
 
 
 def _offsets(rows: int, device: torch.device) -> Tensor:

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
-from minifloat.functional import batch_invariant
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision
-from minifloat.functional.gemm import multiply_groups
 from minifloat.functional.grouped import GroupedCasts, GroupLayout, grouped_casts
-from minifloat.functional.grouped_weight import joined, multiply_weight
+from minifloat.functional.grouped_weight import joined, joined_for_dgrad
 from minifloat.functional.linear import Given, LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm_activation import Activation
 from minifloat.functional.quantize import delayed_scale, values_of
@@ -83,9 +81,8 @@ class Experts(Local):
         return casts(x, self.layout.offsets, *options) if tokens is None else casts.of_tokens(x, *tokens, options[0])
 
     def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None, *out: Tensor) -> Tensor:
-        gemm = batch_invariant.multiply_weight if spec.options.batch_invariant else multiply_weight
-        x_rows, w_rows = x.rowwise or x.along(-1), w.rowwise or w.along(-1)
-        y = gemm("fprop", x_rows, w_rows, spec.options.dtype, bias, spec.config.fast_fprop, *out)
+        x_rows, w_rows = x.rowwise or x.along(-1), joined(w.rowwise or w.along(-1))
+        y = spec.multiply_rows("fprop", x_rows, w_rows, spec.options.dtype, bias, spec.config.fast_fprop, *out)
         return _summed(y, self.y_tokens)
 
     def bias_gradient(self, spec: Spec, dy: Tensor) -> Tensor:
@@ -107,15 +104,9 @@ class Experts(Local):
 
     def dgrad(self, spec: Spec, dy: Any, w: Any) -> Tensor:
         dy_rows = dy.rowwise or dy.along(-1)
-        dx = multiply_weight("dgrad", dy_rows, w, spec.options.dtype, None, spec.config.fast_dgrad, *self.dgrad_out)
+        options = spec.options.dtype, None, spec.config.fast_dgrad, *self.dgrad_out
+        dx = spec.multiply("dgrad", dy_rows, joined_for_dgrad(w), *options)
         return _summed(dx, self.x_tokens)
-
-    def wgrad(
-        self, spec: Spec, dy: Any, x: Any, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False
-    ) -> Tensor:
-        """dW [G, N, K]."""
-        x = self.dequantized(x) if spec.override == "dequantized" else x
-        return multiply_groups("wgrad", dy, x, dtype, None, spec.config.fast_wgrad, out, accumulate)
 
 
 def _summed(rows: Tensor, tokens: Tokens | None) -> Tensor:

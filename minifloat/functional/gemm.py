@@ -78,10 +78,10 @@ def multiply(
     Raises:
         ValueError: one is not quantized along the contracted dim; with a square matrix this would go unnoticed.
     """
-    if a.offsets is not None or b.offsets is not None:
-        return multiply_groups(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
     if not torch.compiler.is_compiling():
         return multiply_eager(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
+    if a.offsets is not None or b.offsets is not None:
+        return multiply_groups(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
     a_along, m, b_along, n = check_operands(gemm, a, b)
     if out is not None or accumulate:
         _check_out(gemm, out, (m, n), out_dtype, a.codes.device)
@@ -106,6 +106,8 @@ def multiply_eager(
     accumulate: bool = False,
 ) -> Tensor:
     """:func:`multiply` where no compiler traces it: by a product that is prepared once for each pair of formats."""
+    if a.offsets is not None or b.offsets is not None:
+        return multiply_groups(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
     a_along, m, b_along, n = check_operands(gemm, a, b)
     if out is not None or accumulate:
         _check_out(gemm, out, (m, n), out_dtype, a.codes.device)

@@ -16,7 +16,6 @@ from minifloat.comm.group import cached
 from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.functional.autograd import apply
-from minifloat.functional.gemm import multiply_groups
 from minifloat.functional.grouped import GroupLayout
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
@@ -143,13 +142,12 @@ def joined(operand: Operand | SeparateOperands) -> Operand:
     return operand.joined() if isinstance(operand, SeparateOperands) else operand
 
 
-def multiply_weight(gemm: str, a: Operand, b: Operand | SeparateOperands, *options: Any) -> Tensor:
-    """``multiply`` by a weight, which may be of several parameters, and in another memory order than dgrad wants."""
-    weight = joined(b)
+def joined_for_dgrad(operand: Operand | SeparateOperands) -> Operand:
+    """Returns it in one piece of memory, and in the memory order that dgrad wants."""
+    weight = joined(operand)
     codes = weight.codes
-    if gemm == "dgrad" and codes.is_cuda and codes.stride(1) == 1 and backends.k_major(weight.format):
-        weight = with_rows_consecutive(weight)
-    return multiply_groups(gemm, a, weight, *options)
+    in_order = not codes.is_cuda or codes.stride(1) != 1 or not backends.k_major(weight.format)
+    return weight if in_order else with_rows_consecutive(weight)
 
 
 # ---- several parameters as one weight ----
