@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minifloat.formats import parse
+from minifloat.formats import ROWWISE, parse
 from minifloat.functional import dgrad, experts, fprop, wgrad
 from minifloat.functional import gemm as gemms
 from minifloat.functional.gemm import multiply_groups
@@ -129,3 +129,10 @@ def test_gradient_blocks_of_an_activation(
 
 def test_weights_of_no_rows_have_offsets() -> None:
     assert GroupLayout.uniform(3, 0, torch.device("cpu")).offsets.tolist() == [0] * 4
+
+
+def test_groups_draw_random_bits_of_their_own(device: torch.device) -> None:
+    x = torch.randn(16, 64, device=device).repeat(2, 1)
+    made = quantize_groups(x, offsets_of((16, 16), device), Quantizer(parse("e2m1/1x16/two_level/stochastic")))
+    first, second = made.along(ROWWISE).codes.view(torch.uint8).chunk(2)
+    assert not torch.equal(first, second)
