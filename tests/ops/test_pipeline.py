@@ -265,6 +265,16 @@ def test_one_scale_for_several_tensors_or_one_each(device: torch.device) -> None
     assert [type(each) for each in known(how)] == [replay.Recording] * 2
 
 
+def test_orientations_share_the_scale_of_one_level(device: torch.device) -> None:
+    (x,) = values(device, (32, 48))
+    a, b = torch.tensor([2.0], device=device), torch.tensor([30.0], device=device)
+    how = [None] * 2, ["e4m3/tensor/fp32"] * 2, [ROWWISE, COLUMNWISE], [True] * 2, None
+    for levels, shared in (((a, a), True), ((a, a), False), ((a, b), True)):
+        made = gpu.cast([x, x], levels, *how, shared=shared)
+        assert (made[1] is made[4]) == (shared and levels[0] is levels[1])
+        assert_same_bits(made[4], reference.cast(x, levels[1], None, Format("e4m3"), COLUMNWISE).scale_inv)
+
+
 @pytest.mark.parametrize("case", ["current", "nvfp4", "MXFP8 | current"])
 def test_known_amaxes(case: str, device: torch.device) -> None:
     how = CASES[case][:2]

@@ -107,13 +107,14 @@ def test_replays(name: str, gemm: str, size: str, device: torch.device) -> None:
 
 
 def test_where_the_result_goes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can add its product gets the memory for it, at each call, if that product is the result."""
+    """What can add its product gets the memory for it, at each call, if that product is the result; it need not add."""
     seen: list[tuple[object, ...]] = []
+    adds = True
 
     def multiply(a_tile: bool, b_tile: bool, operands: Any, dtype: torch.dtype) -> Tensor:
         into = tuple(operands[4:])
         seen.append(into)
-        return into[0] if into and isinstance(into[0], Tensor) else torch.zeros(32, 48, device=device)
+        return into[0] if into and adds else torch.zeros(32, 48, device=device)
 
     monkeypatch.setattr(native, "block128", multiply)
     product = matmul.stepped("native", STRIP, STRIP, True)
@@ -123,6 +124,8 @@ def test_where_the_result_goes(device: torch.device, monkeypatch: pytest.MonkeyP
         assert product(a, b, torch.float32, None, False, out, True) is out
         assert product(a, b, torch.float32, torch.ones(48, device=device), False, out, True) is not out
     assert seen == [(out,), ()] * 2
+    adds = False
+    assert product(a, b, torch.float32, None, False, out, True) is not out
 
 
 def test_what_a_bf16_product_launches(device: torch.device) -> None:
