@@ -346,8 +346,7 @@ def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict
         ValueError: some state has neither the size of its parameter nor is a number; a parameter is quantized.
     """
     _init_optimizer_state(optimizer)
-    layout = Layout(model)
-    tensors = _optimizer_tensors(model, optimizer, layout)
+    tensors = _optimizer_tensors(model, optimizer)
     state: dict[str, Any] = {key: entry.saved(value.detach()) for key, entry, value in tensors}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return state | {"param_groups": groups}
@@ -362,16 +361,16 @@ def load_sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, st
         ValueError: an entry has another size than that of the optimizer.
     """
     _init_optimizer_state(optimizer)
-    layout = Layout(model)
     with torch.no_grad():
-        for key, entry, value in _optimizer_tensors(model, optimizer, layout):
+        for key, entry, value in _optimizer_tensors(model, optimizer):
             value.copy_(entry.local(state[key]))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update(saved)
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer, layout: Layout) -> Iterator[tuple[str, Entry, Tensor]]:
+def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Entry, Tensor]]:
     """Key in the state dict, which rows of what, and this rank's tensor of these, in the model's order."""
+    layout = Layout(model)
     for key, parameter in model.named_parameters():
         for name, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
@@ -381,8 +380,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: Optimizer, layout: Layout) -
                     f"sharded_optimizer_state_dict: {name} of {key} is {tuple(value.shape)} and the parameter "
                     f"{tuple(parameter.shape)}; there is no rule for how it is cut"
                 )
-            alike = value.shape == parameter.shape
-            for entry in layout.of(key, parameter) if alike else [Entry(key)]:
+            for entry in layout.of(key, parameter) if value.shape == parameter.shape else [Entry(key)]:
                 yield f"state.{name}.{entry.key}", entry, entry.of(own_rows(value))
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 
+from minifloat.arguments import label_of
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.functional.etp.rows import Parts
@@ -45,10 +47,6 @@ class Step(NamedTuple):
     @property
     def key(self) -> Key:
         return self.source.number, self.dim, self.values, self.grad
-
-
-Later = tuple[int, Callable[[], object]]
-"""What is done in its turn, and the bytes of the reduction that it waits for."""
 
 
 class Prefetched(NamedTuple):
@@ -93,8 +91,8 @@ class PrefetchQueue:
         self._latest: tuple[Key, ref[EtpWeight]] | None = None
         self._used: WeakKeyDictionary[EtpWeight, bool] = WeakKeyDictionary()  # in this pass; latest in grad mode?
         self._newest: ref[EtpWeight] | None = None  # of those
-        self._reducing: deque[Later] = deque()
-        self._to_start: tuple[Callable[[], object], Later] | None = None  # the last of them, which is not yet
+        self._reducing: deque[tuple[int, Callable[[], object]]] = deque()  # bytes sent, and what is done in its turn
+        self._to_start: tuple[Callable[[], object], object] | None = None  # the last of them, which is not yet
         self._reduced: EtpWeight | None = None  # of which gradient that is, until the next gather
         self._sums = 0  # since then
         self._end_of_backward: ref[Callable[[], None]] | None = None  # which the engine calls, or drops if that raises
@@ -141,6 +139,8 @@ class PrefetchQueue:
         """
         self._in_backward()
         step = Step(source, dim, values, torch.is_grad_enabled())
+        if get_debug_level() == DebugLevel.DETAIL and not capturing():
+            _check_same(step)
         pending = self._find(step.key, cast)
         if pending is None:
             pending = source.start(dim, parts())
@@ -204,7 +204,7 @@ class PrefetchQueue:
         """Finishes reductions of fewer bytes before as many are allocated; dgrad had the time to hide those."""
         self._next_reduction()
         while self._reducing and 0 < self._reducing[0][0] < nbytes:
-            self._finish_next()
+            self._reducing.popleft()[1]()
 
     def reduce(
         self, source: EtpWeight, start: Callable[[], Pending[Tensor]], finish: Callable[[Tensor], None], nbytes: int = 0
@@ -247,18 +247,14 @@ class PrefetchQueue:
     def _start_reduction(self) -> None:
         given, self._to_start = self._to_start, None
         if given is not None:
-            start, later = given
-            start()
-            while self._reducing[0] is not later:
-                self._finish_next()
-
-    def _finish_next(self) -> None:
-        self._reducing.popleft()[1]()
+            given[0]()
+            while self._reducing[0] is not given[1]:
+                self._reducing.popleft()[1]()
 
     def _finish_all(self) -> None:
         self._next_reduction()
         while self._reducing:
-            self._finish_next()
+            self._reducing.popleft()[1]()
 
     # ---- the end of a pass ----
 
@@ -307,6 +303,17 @@ class PrefetchQueue:
         if self._latest is not None and (source := self._latest[1]()) is not None:
             source.successors.pop((self._before, self._latest[0]), None)
         self._before = self._latest = None
+
+
+def _check_same(step: Step) -> None:
+    """Raises where ranks gather different weights, whose sizes may be the same; a collective."""
+    group, own = step.source.sharding.group.process_group, (label_of(step.source.rows.layer), *step.key[:3])
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group)
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            f"{own[0]}: ranks of etp_group gather different weights, {found}; run the same layers on all"
+        )
 
 
 _queues: WeakKeyDictionary[dist.ProcessGroup, PrefetchQueue] = WeakKeyDictionary()

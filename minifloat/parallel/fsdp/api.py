@@ -288,12 +288,8 @@ def _unsharded(sharded: DTensor) -> Tensor:
     assert cover.group is not None
     rowwise, columnwise = (operand is not None for operand in part)
     operands = gather(part, cover.all_owned, cover.group, rowwise=rowwise, columnwise=columnwise)
-    return QuantizedTensor.from_operands(
-        operand_ops.each(operands, lambda o: _with_reduced_amax(o, cover.group)),
-        rows.quantizer,
-        sharded.shape,
-        rows.dtype,
-    )
+    reduced = operand_ops.each(operands, lambda o: _with_reduced_amax(o, cover.group))
+    return QuantizedTensor.from_operands(reduced, rows.quantizer, sharded.shape, rows.dtype)
 
 
 def _with_reduced_amax(operand: Operand, group: Any) -> Operand:

@@ -402,8 +402,7 @@ def _quantized_part(weight: ShardedWeight, checked: set[tuple[DelayedScaling, Gr
         recipe = recipe_in_force(weight.layer)
         if isinstance(recipe, DelayedScaling):
             _check_scales(weight, recipe, checked)
-        # For optimizers: a move or a checkpoint may have replaced the buffer.
-        rows.scale = weight_scale(weight.layer, weight.parameters[0].name)
+        rows.scale = weight_scale(weight.layer, weight.parameters[0].name)  # a checkpoint may have replaced it
     return rows.part
 
 
