@@ -99,6 +99,10 @@ def test_calls_that_differ_from_the_capture() -> None:
         module(X[:1])
     with pytest.raises(TypeError, match="nested otherwise"):
         module(X, X)
+    with torch.no_grad():
+        assert module(X[:1]).shape == (1, 32)  # in another mode the module itself runs
+    assert module.eval()(X[:1]).shape == (1, 32)
+    module.train()
     with pytest.raises(RuntimeError, match="cannot be recomputed"):
         checkpoint(module, X, use_reentrant=False).sum().backward()
     module.weight.data = module.weight.data.clone()
