@@ -1,4 +1,4 @@
-"""The table of backends, what runs where and why: operations consult it, ``minifloat doctor`` prints it, tests run it.
+"""Table of backends, what runs where and why: operations consult it, ``minifloat doctor`` prints it, tests run it.
 
 Every operation runs on every device: where nothing faster is known to give the same numerics, its reference does.
 Backends of the scaled product: ``native`` is a library's, ``emulated`` a bf16 product of operands written out without
@@ -19,7 +19,7 @@ Support = tuple[bool, str]
 
 
 class Row(NamedTuple):
-    """One line of the table: which backend runs ``operation`` on ``formats``, and the reason."""
+    """Line of the table: which backend runs ``operation`` on ``formats``, and the reason."""
 
     operation: str
     formats: str

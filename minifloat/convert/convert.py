@@ -48,7 +48,7 @@ Histories = dict[str, nn.Module]
 
 
 class Conv1DLinear(Linear):
-    """A ``Linear`` in place of Hugging Face's ``Conv1D``, with W^T as parameter: [in_features, out_features]."""
+    """``Linear`` in place of Hugging Face's ``Conv1D``, with W^T as parameter: [in_features, out_features]."""
 
     def _weight_matrix(self) -> Tensor:
         return self.weight.t()

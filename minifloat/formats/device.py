@@ -87,7 +87,7 @@ def _scale_fp32(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.cons
 
 @triton.jit
 def floored_exponent(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    """The exponent field of numerics 0.3 with powers of two: of ``MAX / amax`` rounded down to one.
+    """Computes the exponent field of numerics 0.3 with powers of two: of ``MAX / amax`` rounded down to one.
 
     Needs no division: the difference of the bits of two floats has, above the mantissa, the exponent of their quotient.
     A quotient just below a power of two does not round up to it: of floats with c as their mantissa, it is at most
@@ -111,7 +111,7 @@ def _scale_pow2(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.cons
 
 @triton.jit
 def e8m0_from_float(x):
-    """The exponent byte, as int32, of the smallest power of two that is at least ``x`` >= 0; infinity 254, NaN 255."""
+    """Computes the exponent byte, int32, of the smallest power of two of at least ``x`` >= 0; infinity 254, NaN 255."""
     bits = x.to(tl.int32, bitcast=True)
     raised = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
     return tl.where(x != x, 255, tl.where(bits <= 0x400000, 0, raised))

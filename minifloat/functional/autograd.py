@@ -1,4 +1,4 @@
-"""What autograd functions share: how they are called, in which dtype, what they return, and how they save inputs."""
+"""Helpers of autograd functions: how they are called, in which dtype, what they return, how they save inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def exporting() -> bool:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For a backward without a derivative: what it returns under ``create_graph=True`` raises when differentiated.
+    """Decorates a backward without a derivative: what it returns under ``create_graph=True`` cannot be differentiated.
 
     PyTorch's ``once_differentiable`` does so only where dY itself has a gradient; else it returns constants, and a
     gradient penalty would train without the penalty. Its six Python calls are made under ``create_graph=True`` alone.
@@ -72,12 +72,12 @@ def guarded(x: Tensor) -> Tensor:
 
 
 def autocast_enabled(x: Tensor) -> bool:
-    """``torch.autocast`` is on for the device of ``x``."""
+    """Whether ``torch.autocast`` is on for the device of ``x``."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of ``torch.autocast`` where that is on for the device of ``x``; else the dtype of ``x``."""
+    """Returns the dtype of ``torch.autocast`` where that is on for the device of ``x``; else the dtype of ``x``."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else x.dtype
 
@@ -88,5 +88,5 @@ def autocast_to(x: Tensor) -> Tensor:
 
 
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Inside, operations on the device of ``x`` take the dtypes that they are given."""
+    """Lets operations inside, on the device of ``x``, take the dtypes that they are given."""
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

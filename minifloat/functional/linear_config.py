@@ -22,7 +22,7 @@ BACKWARD_SLOTS = ("grad_output", "grad_input")
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """One linear layer under one recipe.
+    """Configuration of one linear layer under one recipe.
 
     Args:
         input, weight, output, grad_output, grad_input: how each tensor is quantized.
@@ -45,7 +45,7 @@ class LinearConfig:
     save_original_input: bool
 
     def describe(self) -> str:
-        """What decides on numbers, in words that are the same on all ranks."""
+        """Describes what decides on numbers, in words that are the same on all ranks."""
         parts = []
         for kind in FORWARD_SLOTS + BACKWARD_SLOTS:
             quantizer: Quantizer = getattr(self, kind)
@@ -57,7 +57,7 @@ class LinearConfig:
 
 
 def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = False) -> LinearConfig:
-    """That of a layer called ``name``. A custom recipe's factory is called here, once a role.
+    """Makes the configuration of a layer called ``name``. A custom recipe's factory is called here, once a role.
 
     Raises:
         ValueError: a custom recipe asks for delayed scaling with different parameters in one layer.
@@ -87,7 +87,7 @@ def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = Fa
 
 
 class Ranks(NamedTuple):
-    """The part of an exchange that a spec depends on.
+    """Part of an exchange that a spec depends on.
 
     Args:
         mode, sequence_parallel: which of the five exchanges.
@@ -100,7 +100,7 @@ class Ranks(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of a call beside its recipe: the key under which the layer finds its ``Spec``.
+    """Options of a call beside its recipe: the key under which the layer finds its ``Spec``.
 
     Args:
         device: type of the device.

@@ -39,7 +39,7 @@ class RoleCasts:
         amaxes: Sequence[Amaxes | None] | None = None,
         noop_flag: Tensor | None = None,
     ) -> list[Quantized]:
-        """The operands of ``xs``; ``amaxes``: those of each tensor, None where they are still to be found.
+        """Makes the operands of ``xs``; ``amaxes``: those of each tensor, None where they are still to be found.
 
         ``noop_flag``: as of :func:`cast_all`. An amax that delayed scaling records is then 0.
         """
@@ -64,7 +64,7 @@ class RoleCasts:
         return results
 
     def _recorded(self, xs: Sequence[Tensor], delayed_call: DelayedCall) -> list[Quantized] | None:
-        """The same in compiled code by one operation, where all casts take the layer's scales and record their amaxes.
+        """Casts and records by one operation in compiled code, where all casts take the layer's scales.
 
         Siblings share nothing that this would hide: each has scales of its own.
         """
@@ -88,7 +88,7 @@ def quantize(
     gemm_ready: bool = True,
     noop_flag: Tensor | None = None,
 ) -> Quantized:
-    """The operands of one tensor, as :class:`RoleCasts` makes them; of a quantized one, of its values."""
+    """Makes the operands of one tensor, as :class:`RoleCasts` makes them; of a quantized one, of its values."""
     x = x.dequantize() if isinstance(x, QuantizedTensor) else x
     cast = RoleCasts([quantizer], [kind], x.device.type if gemm_ready else "")
     return cast([x], delayed_call, noop_flag=noop_flag)[0]
@@ -114,7 +114,7 @@ _SLOTS = {kind: (direction, slot) for direction, kinds in enumerate(_KINDS) for 
 
 
 def delayed_scale(delayed_call: DelayedCall | None, kind: str, keep: bool = False) -> Tensor | None:
-    """The layer's scales for ``kind``, fp32, one for each group; with ``keep`` some that the next update leaves."""
+    """Returns the layer's scales for ``kind``, fp32, one for each group; ``keep``: the next update leaves them."""
     if delayed_call is None:
         return None
     direction, slot = _SLOTS[kind]
@@ -136,7 +136,7 @@ def record(delayed_call: DelayedCall, kind: str, result: Quantized) -> None:
 
 
 def record_all(delayed_call: DelayedCall, kinds: Sequence[str], results: Sequence[Quantized]) -> None:
-    """The same of several tensors of one direction, in one launch."""
+    """Records several tensors of one direction in one launch."""
     slots, amaxes, direction = [], [], 0
     for kind, result in zip(kinds, results, strict=True):
         direction, slot = _SLOTS[kind]
@@ -192,7 +192,7 @@ def as_quantized_tensor(
 
 
 def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:
-    """The operands of a quantized tensor if they are what ``quantizer`` would give, else None."""
+    """Returns the operands of a quantized tensor if they are what ``quantizer`` would give, else None."""
     fits = isinstance(x, QuantizedTensor) and x.holds_own_matrix and holds(x.operands, quantizer)
     return x.operands if fits else None  # type: ignore[attr-defined]
 
@@ -206,7 +206,7 @@ def holds(operands: Quantized, quantizer: Quantizer) -> bool:
 
 
 def pairs_with(w: Quantized, config: LinearConfig, dgrad: bool) -> bool:
-    """The GEMMs of a layer take this weight, whatever its recipe would make of it, on every device.
+    """Whether the GEMMs of a layer take this weight, whatever its recipe would make of it, on every device.
 
     Codes of equal width, scales that span equally many elements, no rotation; or MXFP4 by FP8 in strips of 128, which
     is the same. Everything else would be computed at the speed of the reference where a fresh cast has a GEMM.

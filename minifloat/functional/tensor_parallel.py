@@ -1,4 +1,4 @@
-"""The ranks that share a linear: who has which rows of its activations, and their gathers and sums."""
+"""Ranks that share a linear: who has which rows of its activations, and their gathers and sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of a linear: its recipe, dtype, gradients and delayed scaling; and whether a compiler can trace it."""
+"""Calls of a linear: recipe, dtype, gradients and delayed scaling of one; and whether a compiler can trace it."""
 
 from __future__ import annotations
 

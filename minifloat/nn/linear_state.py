@@ -64,7 +64,7 @@ class CachedWeight(NamedTuple):
 
 
 class LinearState(QuantizedWeights):
-    """The state of a :class:`~minifloat.Linear`, beside its parameters; ``_groups`` linears may share it.
+    """State of a :class:`~minifloat.Linear`, beside its parameters; ``_groups`` linears may share it.
 
     Attributes:
         wgrad_in_weight_dtype: may be set: dW is computed in the dtype of the weight, as fp32. Else it is rounded to

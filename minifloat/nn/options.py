@@ -1,4 +1,4 @@
-"""What layers are given: options that they hand on to the linears in them, and tensors, which are checked."""
+"""Arguments of layers: options that they hand on to the linears in them, and checks of tensors."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 class LayerOfLinears(nn.Module):
-    """A layer whose parameters and recipes are those of the linears in it."""
+    """Layer whose parameters and recipes are those of the linears in it."""
 
     @property
     def recipe(self) -> OwnRecipe:
@@ -82,7 +82,7 @@ class LayerOfLinears(nn.Module):
 
 
 class LayerOfParts(LayerOfLinears):
-    """A layer whose parts have all of its parameters."""
+    """Layer whose parts have all of its parameters."""
 
     def reset_parameters(self) -> None:
         """Resets the parameters of all parts."""
