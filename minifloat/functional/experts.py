@@ -66,8 +66,7 @@ class Experts(Local):
     def quantize_inputs(
         self, spec: Spec, source: LocalWeight, given: Given, x: Tensor | None, weight: Tensor, known: KnownOfX = UNKNOWN
     ) -> Inputs:
-        x_operands: Any = given.x
-        w = source.operands(given.w)
+        x_operands, w = given.x, source.operands(given.w)
         if x_operands is None:
             assert x is not None
             casts = grouped_casts(spec.x, "input", spec.options.device)
@@ -123,8 +122,7 @@ class ExpertWeights(LocalWeight):
         if spec.override != "high_precision":
             return w.along(spec.along)
         layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
-        weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-        return values_of(weight.flatten(0, 1), layout.offsets)
+        return values_of(weight, layout.offsets)
 
     def _parts(self, dw: Tensor) -> Iterable[tuple[Any, Tensor]]:
         return zip(self.parameters, (dw,) if self.parameters[0].dim() == 3 else dw.unbind(), strict=True)

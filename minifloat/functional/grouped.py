@@ -108,14 +108,14 @@ class GroupedCasts:
             column = Quantizer(quantizer.format(COLUMNWISE), rowwise=False)
             self.second = GroupedCasts(column, kind, gemm_ready_on)
         self.formats = [fmt for fmt, _ in self.operand_layout.layouts if fmt.quantized]
+        self.takes_scales, self.stochastic = prepared.takes_scales, bool(prepared._stochastic)
         self.specs = self.request.formats, self.request.dims, self.request.k_major
         self.one_amax = measures_amax(quantizer)
         each = [fmt for fmt, _ in self.operand_layout.layouts]
-        formats, first = set(each), each[0] if each else IDENTITY
-        _, dims, orders = self.specs
-        columns = [order for dim, order in zip(dims, orders, strict=True) if dim == COLUMNWISE]
+        first = each[0] if each else IDENTITY
+        columns = [order for dim, order in zip(*self.specs[1:], strict=True) if dim == COLUMNWISE]
         scaled = first.scale_rule == "given" and all(columns)  # in another order no kernel writes them
-        alike = self.second is None and len(formats) == 1
+        alike = self.second is None and len(set(each)) == 1
         self.in_kernel = alike and (scaled or casts_blocks(first))
         self.from_tokens = self.in_kernel or (alike and self.one_amax and all(columns))
 
@@ -146,8 +146,7 @@ class GroupedCasts:
         ]
         made: list[Tensor] = []
         if self.formats:
-            stochastic = any(fmt.rounding == "stochastic" for fmt in self.formats)
-            rng = grouped.draw_seeds(offsets) if stochastic else None
+            rng = grouped.draw_seeds(offsets) if self.stochastic else None
             made = grouped.grouped_cast(x, offsets, given, rng, *self.specs, rows)
         return self.operands(grouped.gathered(x, rows), offsets, made, given, delayed_call)
 
@@ -155,7 +154,7 @@ class GroupedCasts:
         """The scales of delayed scaling, fp32 [G]; None if no cast takes them. ``known``: those of an earlier time."""
         if known is None and delayed_call is not None:
             known = delayed_scale(delayed_call, self.kind)
-        return known if any(fmt.scale_rule == "given" for fmt in self.formats) else None
+        return known if self.takes_scales else None
 
     def of_tokens(
         self, x: Tensor, routing: Routing, rows: Tensor, delayed_call: DelayedCall | None = None

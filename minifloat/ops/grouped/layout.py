@@ -75,6 +75,9 @@ def number(value: int) -> Place:
     return Place(1, 0, 0, value)
 
 
+_EACH_ROW, _EACH_GROUP = of_rows(1), of_groups(1)
+
+
 def unit(fmt: Format) -> int:
     """Rows at multiples of which the columnwise codes of groups begin."""
     return max(UNIT, fmt.block)
@@ -84,11 +87,11 @@ def place(name: Name, fmt: Format, dim: int) -> Place:
     """The row of the tensor ``name`` of a cast at which a group begins."""
     if name == "amax" or (name == "scale_inv" and fmt.block == 0):
         per_row = fmt.amax_per_row if name == "amax" else fmt.grid
-        return of_rows(1) if per_row and dim == ROWWISE else of_groups(1)
+        return _EACH_ROW if per_row and dim == ROWWISE else _EACH_GROUP
     if name == "scale_inv" and fmt.tile:
         return of_units(fmt.block, 1)
     if dim == ROWWISE:
-        return of_rows(1)
+        return _EACH_ROW
     rows = unit(fmt)
     return of_units(rows, rows // fmt.block if name == "scale_inv" else rows // 2 if fmt.packed else rows)
 
