@@ -27,7 +27,7 @@ def exporting() -> bool:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a backward without a derivative: what it returns under ``create_graph=True`` cannot be differentiated.
+    """Decorates a backward without a derivative: under ``create_graph=True`` its results raise when differentiated.
 
     PyTorch's ``once_differentiable`` does so only where dY itself has a gradient; else it returns constants, and a
     gradient penalty would train without the penalty. Its six Python calls are made under ``create_graph=True`` alone.
