@@ -12,7 +12,7 @@ import torch
 
 import minifloat
 from minifloat import formats, quantizer
-from minifloat.functional.linear_config import LinearConfig
+from minifloat.functional.quantize import LinearConfig
 from minifloat.quantizer import Quantizer
 
 # What these are of there is a handful of in a process: devices, kernels, booleans, groups of ranks, nothing.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat import Linear, autocast, prepare
-from minifloat.functional.linear_config import Mode
+from minifloat.functional.quantize import Mode
 from minifloat.recipe import DelayedScaling
 from tests.helpers.compiled import Pair, graphs
 from tests.helpers.compiled import compiled as compile_whole

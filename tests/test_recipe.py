@@ -21,7 +21,7 @@ from minifloat import recipe as recipes
 from minifloat.autocast import autocast
 from minifloat.formats import COLUMNWISE, IDENTITY, Format, parse
 from minifloat.functional import count_gemms
-from minifloat.functional.linear_config import linear_config
+from minifloat.functional.quantize import linear_config
 from minifloat.nn import Linear
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import (

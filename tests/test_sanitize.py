@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from minifloat.ops.launch import Kernel
-from minifloat.ops.matmul import layouts
+from minifloat.ops.matmul import kernels
 from tests.helpers import sanitize
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the script itself is run")
@@ -55,7 +55,7 @@ def test_every_kernel_is_launched(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_kernel_that_is_never_launched_is_named(
     hold: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(layouts, "_forgotten", hold(Kernel(forgotten_kernel)), raising=False)
+    monkeypatch.setattr(kernels, "_forgotten", hold(Kernel(forgotten_kernel)), raising=False)
     monkeypatch.setattr(sanitize, "GROUPS", {"transpose": sanitize.transposes})
     assert sanitize.main([]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
@@ -64,14 +64,14 @@ def test_a_kernel_that_is_never_launched_is_named(
 
 
 def test_a_kernel_out_of_sight_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(layouts, "_copy_bytes", layouts._copy_bytes.__call__)
+    monkeypatch.setattr(kernels, "_copy_bytes", kernels._copy_bytes.__call__)
     assert sanitize.main(["--only", "transpose"]) == 1
     assert "missed: ['copy_bytes_kernel']" in capsys.readouterr().out
 
 
 def test_two_kernels_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "_first", Kernel(forgotten_kernel), raising=False)
-    monkeypatch.setattr(layouts, "_second", Kernel(forgotten_kernel), raising=False)
+    monkeypatch.setattr(kernels, "_first", Kernel(forgotten_kernel), raising=False)
+    monkeypatch.setattr(kernels, "_second", Kernel(forgotten_kernel), raising=False)
     with pytest.raises(ValueError, match="two kernels are called forgotten_kernel"):
         sanitize.all_kernels()
 

@@ -390,6 +390,6 @@ def _transposed(codes: Tensor) -> Tensor:
     """``codes`` [M, K] with M consecutive in memory."""
     if directly(codes) != "cuda" or codes.numel() == 0:
         return codes.t().contiguous().t()
-    from minifloat.ops.matmul.layouts import k_major_copy  # which needs Triton
+    from minifloat.ops.matmul.kernels import k_major_copy  # which needs Triton
 
     return k_major_copy(codes, True, (1, 1)).t()

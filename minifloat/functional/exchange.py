@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minifloat.autocast import DelayedCall
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
-from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.linear_config import Mode
-from minifloat.functional.quantize import cast_with, delayed_scale, record, reuse, values_of
+from minifloat.functional.quantize import Mode, cast_with, delayed_scale, record, reuse, values_of
 from minifloat.functional.spec import Spec
 from minifloat.functional.tensor_parallel import (
     Gathered,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat.delayed_call import DelayedCall
+from minifloat.autocast import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.delayed_call import DelayedCall
+from minifloat.autocast import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import as_output, first_order, guarded
 from minifloat.functional.exchange import KnownOfX, Local, waited

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from minifloat import finite
 from minifloat.arguments import checked, label_of
+from minifloat.autocast import DelayedCall
 from minifloat.comm.group import cached
-from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE, IDENTITY
 from minifloat.functional.norm_activation import measures_amax
 from minifloat.functional.quantize import delayed_scale, record_groups

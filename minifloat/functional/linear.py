@@ -17,9 +17,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from minifloat.autocast import DelayedCall
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group, ShardMap
-from minifloat.delayed_call import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import as_output, first_order, guarded
 from minifloat.functional.exchange import UNKNOWN, KnownOfX, Local, waited

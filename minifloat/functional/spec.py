@@ -11,9 +11,8 @@ from torch import Tensor
 
 from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional import batch_invariant, gemm
-from minifloat.functional.linear_config import LinearConfig, Options
-from minifloat.functional.quantize import RoleCasts
+from minifloat.functional import gemm
+from minifloat.functional.quantize import LinearConfig, Options, RoleCasts
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, Recipe
 from minifloat.recipe.base import BackwardOverride, equal_in_graph
@@ -118,7 +117,7 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
         ),
         eager=eager,
         multiply=multiply,
-        multiply_rows=batch_invariant.multiply if options.batch_invariant else multiply,
+        multiply_rows=gemm.multiply_rows if options.batch_invariant else multiply,
     )
 
 

@@ -18,7 +18,7 @@ from minifloat.comm.group import Group, ShardMap, unit_rows
 from minifloat.comm.sharded_cast import quantize_shard, start_gather
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.autograd import apply, first_order
-from minifloat.functional.linear_config import Mode, Ranks
+from minifloat.functional.quantize import Mode, Ranks
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer
 from minifloat.tensor import QuantizedTensor

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from minifloat.arguments import label_of
-from minifloat.autocast import autocast, captured, current
-from minifloat.delayed_call import DelayedCall
+from minifloat.autocast import DelayedCall, autocast, captured, current
 from minifloat.functional.autograd import first_order
 from minifloat.graphs import capture
 from minifloat.graphs.capture import Progress, SharedWeights, fused_weights, scratch_main_grads

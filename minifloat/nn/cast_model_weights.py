@@ -14,7 +14,7 @@ from minifloat.arguments import checked
 from minifloat.comm.sharded_cast import is_plain
 from minifloat.delayed import History
 from minifloat.formats import ROWWISE
-from minifloat.functional.linear_config import FORWARD_SLOTS, LinearConfig
+from minifloat.functional.quantize import FORWARD_SLOTS, LinearConfig
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_call import recipe_in_force
 from minifloat.nn.linear_state import CachedWeight, LinearState

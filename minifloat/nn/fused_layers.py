@@ -12,9 +12,8 @@ from torch import Tensor
 from minifloat.arguments import Count, NonNegativeFloat, Size, checked
 from minifloat.functional.autograd import apply
 from minifloat.functional.fused_layers import LayerNormLinearFunction, LayerNormMLPFunction, MLPCall, NormCall
-from minifloat.functional.linear_config import Mode
 from minifloat.functional.norm_activation import Activation, activate
-from minifloat.functional.quantize import as_quantized_tensor
+from minifloat.functional.quantize import Mode, as_quantized_tensor
 from minifloat.nn import linear_call, parts
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_call import needs_eager, run_eager

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
-from minifloat.autocast import checks_finite
+from minifloat.autocast import DelayedCall, checks_finite
 from minifloat.comm.group import Group, cached
 from minifloat.comm.pytorch import is_dtensor
-from minifloat.delayed_call import DelayedCall
 from minifloat.formats import Format
 from minifloat.functional.etp.rows import ExpertRows, Reduction
 from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, quantize_weight

@@ -19,8 +19,7 @@ from minifloat.comm.pytorch import is_dtensor
 from minifloat.functional.autograd import apply, as_output, exporting
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction, apply_eagerly, find_operands, keep_operands
-from minifloat.functional.linear_config import Mode
-from minifloat.functional.quantize import as_quantized_tensor, calibrate, reuse
+from minifloat.functional.quantize import Mode, as_quantized_tensor, calibrate, reuse
 from minifloat.nn import linear_call, options
 from minifloat.nn.linear_call import needs_eager, run_eager
 from minifloat.nn.linear_state import LinearState

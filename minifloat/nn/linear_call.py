@@ -13,17 +13,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minifloat import finite, recompute
 from minifloat.arguments import check_value
-from minifloat.autocast import autocast, current, is_batch_invariant, surrounding_recipe
+from minifloat.autocast import DelayedCall, autocast, current, is_batch_invariant, surrounding_recipe
 from minifloat.comm.collectives import other_recipes, other_recipes_in_trace
 from minifloat.comm.group import Group
 from minifloat.comm.pytorch import check_reduced
 from minifloat.delayed import check_same_scale
-from minifloat.delayed_call import DelayedCall
 from minifloat.functional.autograd import autocast_enabled, exporting
-from minifloat.functional.batch_invariant import check_rows_alone
 from minifloat.functional.exchange import LOCAL, Local
+from minifloat.functional.gemm import check_rows_alone
 from minifloat.functional.linear import Given, LinearCall
-from minifloat.functional.linear_config import LinearConfig, Options
+from minifloat.functional.quantize import LinearConfig, Options
 from minifloat.functional.spec import make_spec
 from minifloat.functional.weight_source import LocalWeight, asks_in_backward
 from minifloat.nn.linear_state import LinearState

@@ -10,14 +10,23 @@ from torch import Tensor, nn
 
 from minifloat import finite
 from minifloat.arguments import check_value, checked
-from minifloat.autocast import checks_finite, first_equal
+from minifloat.autocast import DelayedCall, checks_finite, first_equal
 from minifloat.comm.pytorch import check_synchronized
 from minifloat.delayed import AmaxHistory, history_length
-from minifloat.delayed_call import DelayedCall
 from minifloat.functional.etp.weight import GatheredWeight
 from minifloat.functional.exchange import LOCAL, Local
-from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, LinearConfig, Mode, linear_config
-from minifloat.functional.quantize import delayed_scale, pairs_with, quantize, record, reuse
+from minifloat.functional.quantize import (
+    BACKWARD_SLOTS,
+    FORWARD_SLOTS,
+    LinearConfig,
+    Mode,
+    delayed_scale,
+    linear_config,
+    pairs_with,
+    quantize,
+    record,
+    reuse,
+)
 from minifloat.functional.spec import LinearConfigs, Spec
 from minifloat.functional.weight_source import LOCAL_WEIGHT, LocalWeight
 from minifloat.nn.options import InitMethod

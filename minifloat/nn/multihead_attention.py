@@ -12,7 +12,7 @@ from minifloat.arguments import Count, Fraction, NonNegativeFloat, PositiveFloat
 from minifloat.comm.group import draw_apart
 from minifloat.functional.autograd import autocast_to
 from minifloat.functional.exchange import ColumnSequence, Local
-from minifloat.functional.linear_config import Mode
+from minifloat.functional.quantize import Mode
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
 from minifloat.nn import parts
 from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat

@@ -18,7 +18,7 @@ from minifloat.comm.group import Group
 from minifloat.comm.pytorch import own_part, own_rows
 from minifloat.delayed import AmaxHistory
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
-from minifloat.functional.linear_config import FORWARD_SLOTS, LinearConfig
+from minifloat.functional.quantize import FORWARD_SLOTS, LinearConfig
 from minifloat.nn.options import replace
 from minifloat.nn.tensor_parallel import SharedRows
 from minifloat.ops.delayed import FLT_MAX

@@ -18,7 +18,7 @@ from minifloat.comm.collectives import all_reduce
 from minifloat.comm.group import Group
 from minifloat.comm.pytorch import is_dtensor, own_part, own_rows
 from minifloat.functional.autograd import autocast_dtype, autocast_off
-from minifloat.functional.batch_invariant import multiply_values
+from minifloat.functional.gemm import multiply_values
 from minifloat.functional.router import (
     ScoreFunction,
     Selection,

@@ -16,7 +16,7 @@ from minifloat.comm.pytorch import check_same_rows, check_when_wrapping
 from minifloat.functional.etp.rows import EtpRows, Reduction
 from minifloat.functional.etp.weight import EtpWeight
 from minifloat.functional.exchange import LOCAL, Local, make_exchange
-from minifloat.functional.linear_config import Mode
+from minifloat.functional.quantize import Mode
 from minifloat.nn.options import replace
 
 

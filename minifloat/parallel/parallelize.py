@@ -18,7 +18,7 @@ from minifloat.comm.group import Group
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.exchange import Local, in_mode, make_exchange
-from minifloat.functional.linear_config import Mode
+from minifloat.functional.quantize import Mode
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear

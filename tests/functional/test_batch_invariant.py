@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import minifloat
 from minifloat import autocast
 from minifloat.comm.group import Group
-from minifloat.functional import batch_invariant
-from minifloat.functional.linear_config import Options, Ranks, linear_config
+from minifloat.functional import gemm
+from minifloat.functional.quantize import Options, Ranks, linear_config
 from minifloat.nn import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, MoE, TopKRouter
 from minifloat.ops import grouped
 from minifloat.recipe import Float8BlockScaling, NVFP4BlockScaling, as_recipe
@@ -147,7 +147,7 @@ def test_values(dtype: torch.dtype, device: torch.device) -> None:
         product = x[rows].float() @ w.split(N)[group].float().t()
         assert_same_bits(y[rows], (product + bias[group].to(dtype).float()).to(dtype))
     a, b = (each[:N].to(device).requires_grad_() for each in (x, w))
-    logits = batch_invariant.multiply_values(a, b, torch.float32)
+    logits = gemm.multiply_values(a, b, torch.float32)
     dy = torch.randn(logits.shape).to(device)
     logits.backward(dy)
     exact = [each.double().detach().requires_grad_() for each in (a, b)]
@@ -159,14 +159,14 @@ def test_values(dtype: torch.dtype, device: torch.device) -> None:
 def test_scope(device: torch.device) -> None:
     """Nested contexts have it too, layers with a recipe of their own as well, and a checkpoint repeats it."""
     seen: list[str] = []
-    multiply = batch_invariant.multiply
+    multiply = gemm.multiply_rows
 
     def counted(*args: Any) -> Tensor:
         seen.append(args[0])
         return multiply(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_invariant, "multiply", counted)
+        patch.setattr(gemm, "multiply_rows", counted)
         own, other = (Linear(K, K, dtype=BF16, recipe=recipe, device=device) for recipe in ("block", None))
         x = rows_of(3, device).requires_grad_()
         with mode(), autocast(recipe="rowwise"):
@@ -207,14 +207,14 @@ def test_refused() -> None:
         ):
             layer(torch.randn(3, K, dtype=BF16))
     config = linear_config(as_recipe("block"))
-    batch_invariant.check_rows_alone("fc", config, _options(ranks=Ranks("row", False, Group("g", 2))))
+    gemm.check_rows_alone("fc", config, _options(ranks=Ranks("row", False, Group("g", 2))))
     with pytest.raises(ValueError, match="sums 3 ranks"):
-        batch_invariant.check_rows_alone("fc", config, _options(ranks=Ranks("row", False, Group("g", 3))))
+        gemm.check_rows_alone("fc", config, _options(ranks=Ranks("row", False, Group("g", 3))))
     with pytest.raises(ValueError, match="e4m3/tensor"):
         mixed = linear_config(as_recipe("delayed"))
         current = linear_config(as_recipe("current"))
         mixed = type(mixed)(**{**vars(mixed), "output": current.output})
-        batch_invariant.check_rows_alone("fc", mixed, _options(quantize_output=True))
+        gemm.check_rows_alone("fc", mixed, _options(quantize_output=True))
     with mode(), pytest.raises(ValueError, match="logits_dtype"):
         TopKRouter(K, 4, 2, logits_dtype=torch.float64)(torch.randn(3, K))
 

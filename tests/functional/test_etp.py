@@ -21,7 +21,7 @@ from minifloat import Linear
 from minifloat.distributed import parallelize
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.etp import prefetch_queue, rows, weight
-from minifloat.functional.linear_config import linear_config
+from minifloat.functional.quantize import linear_config
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.etp_linears import Data, make, queue, recorded, set_prefetch, set_recast, sgd, step

@@ -21,8 +21,8 @@ from minifloat import delayed
 from minifloat.autocast import autocast
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import gemm
-from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
 from minifloat.functional.norm_activation import Activation, Norm
+from minifloat.functional.quantize import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
 from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.operand import Quantized

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from minifloat.formats import Format
-from minifloat.functional.linear_config import linear_config
+from minifloat.functional.quantize import linear_config
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
     CustomRecipe,

@@ -37,8 +37,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops.activation import NAMES, kernels, out_columns, parameters_of
 from minifloat.ops.delayed import gpu as delayed
 from minifloat.ops.launch import Kernel, count_launches
-from minifloat.ops.matmul.layouts import k_major_copy
-from minifloat.ops.matmul.spread import Scales, finish, spread, values
+from minifloat.ops.matmul.kernels import Scales, finish, k_major_copy, spread, values
 from minifloat.ops.norm import NORMALIZATIONS
 from minifloat.ops.norm import kernels as norm_kernels
 from minifloat.ops.permute import kernels as permutation

@@ -41,8 +41,8 @@ from torch import Tensor
 from minifloat import delayed, nn
 from minifloat.formats import IDENTITY, ROWWISE
 from minifloat.functional import gemm
-from minifloat.functional.linear_config import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
 from minifloat.functional.norm_activation import Activation, Norm
+from minifloat.functional.quantize import BACKWARD_SLOTS, FORWARD_SLOTS, linear_config
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.activation import activation_backward, activation_forward
 from minifloat.ops.norm import norm_backward, norm_forward

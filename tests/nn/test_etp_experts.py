@@ -19,7 +19,7 @@ from minifloat.comm.group import Group
 from minifloat.distributed import reduce_replicated
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional.etp.rows import ExpertRows
-from minifloat.functional.linear_config import linear_config
+from minifloat.functional.quantize import linear_config
 from minifloat.nn.tensor_parallel import shard_rows
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.distributed_pool import Pools, on_ranks, process_group

@@ -26,7 +26,7 @@ from minifloat.autocast import autocast
 from minifloat.convert import convert
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.gemm import wgrad
-from minifloat.functional.linear_config import LinearConfig, linear_config
+from minifloat.functional.quantize import LinearConfig, linear_config
 from minifloat.nn import LayerNormMLP, Linear, prepare, quantized_model_init
 from minifloat.operand import Operand
 from minifloat.ops.matmul import count_gemms

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat.autocast import autocast
-from minifloat.functional.linear_config import linear_config
+from minifloat.functional.quantize import linear_config
 from minifloat.nn import Linear, quantized_model_init
 from minifloat.recipe import DelayedScaling, Recipe, named
 from minifloat.recompute import checkpoint

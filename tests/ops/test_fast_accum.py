@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat import LayerNormLinear, LayerNormMLP, Linear, autocast, backends
-from minifloat.functional.linear_config import linear_config
+from minifloat.functional.quantize import linear_config
 from minifloat.ops import matmul
 from minifloat.ops.matmul import native
 from minifloat.quantizer import Quantizer

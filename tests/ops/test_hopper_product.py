@@ -18,8 +18,8 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops import matmul
 from minifloat.ops.launch import KNOWN, count_launches
 from minifloat.ops.matmul import hopper
-from minifloat.ops.matmul.spread import finish
-from minifloat.ops.matmul.steps import Scales
+from minifloat.ops.matmul.kernels import finish
+from minifloat.ops.matmul.reference import Scales
 from minifloat.quantizer import Quantizer
 from tests.helpers.replay_on_cpu import replay_on_cpu
 from tests.helpers.sample import each_twice

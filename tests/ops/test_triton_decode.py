@@ -14,11 +14,18 @@ pytest.importorskip("triton", reason="kernels need Triton")
 from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import emulated, native
-from minifloat.ops.matmul.layouts import TILE as COPY_TILE
-from minifloat.ops.matmul.layouts import copy_bytes_kernel, copy_scales, k_major_copy
-from minifloat.ops.matmul.reference import Values, tensor_factor
-from minifloat.ops.matmul.spread import finish, finish_kernel, largest_scale_kernel, spread, values
-from minifloat.ops.matmul.steps import UNSCALED, Scales
+from minifloat.ops.matmul.kernels import TILE as COPY_TILE
+from minifloat.ops.matmul.kernels import (
+    copy_bytes_kernel,
+    copy_scales,
+    finish,
+    finish_kernel,
+    k_major_copy,
+    largest_scale_kernel,
+    spread,
+    values,
+)
+from minifloat.ops.matmul.reference import UNSCALED, Scales, Values, tensor_factor
 from minifloat.ops.quantize import amax_shape, code_shape, reference, scale_shape
 from minifloat.ops.quantize.decode import TILE, decode_kernel, dequantize
 from tests.helpers.compare import assert_same_bits_or_nan

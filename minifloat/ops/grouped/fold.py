@@ -16,7 +16,7 @@ from minifloat.formats.elements import E4M3
 from minifloat.ops.grouped.gemm import Cast, Side, begin, grid_row, group_of, rows_of
 from minifloat.ops.grouped.spread import most_rows, sizes
 from minifloat.ops.launch import Kernel, allocate, ready
-from minifloat.ops.matmul import fold_kernels, layouts
+from minifloat.ops.matmul import fold_kernels, kernels
 from minifloat.ops.matmul.fold_kernels import any_nan, common_scale, encoded, load_packed, unpacked, used_blocks
 from minifloat.ops.matmul.reference import BLOCK, HIGHEST, LEAST, LOWEST, TILE
 from minifloat.ops.quantize.decode import at_16_bytes, load_elements
@@ -206,7 +206,7 @@ class FoldedWeight:
     def __init__(self, cast: Cast) -> None:
         self.cast = cast
         packed_rows, groups = cast.dim == COLUMNWISE, cast.groups
-        self.codes = layouts.k_major_copy(cast.codes, True, (1, 1)) if packed_rows else ready(cast.codes)
+        self.codes = kernels.k_major_copy(cast.codes, True, (1, 1)) if packed_rows else ready(cast.codes)
         assert cast.scale_inv is not None
         self.scales = at_16_bytes(cast.scale_inv)
         self.contracts_rows = cast.along == COLUMNWISE

@@ -224,7 +224,7 @@ def finished(
     total, a_factor, b_factor, bias, m, n, M, N, depth, DTYPE: tl.constexpr,
     FACTORS: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, INVERSE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """``total`` times its factors plus a bias, as ``finish_kernel`` of ``matmul/spread.py``, in DTYPE."""
+    """``total`` times its factors plus a bias, as ``finish_kernel`` of ``matmul/kernels.py``, in DTYPE."""
     if FACTORS:
         # Those of a group without rows may be undefined.
         a = tl.load(a_factor + m * A_STEP, mask=m < tl.where(depth > 0, M, 0), other=0.0)

@@ -1,4 +1,4 @@
-"""Operands of groups written out: as bf16 for the product, as ``matmul/spread.py`` writes those of one matrix, or read.
+"""Writes out operands of groups: as bf16 for the product, as ``matmul/kernels.py`` does of one matrix, or read.
 
 For the product the values lie where the codes do. What is between groups, and beyond them, stays undefined.
 """
@@ -14,7 +14,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Element, Format, parse
 from minifloat.ops import grouped
 from minifloat.ops.grouped.gemm import Cast, Side, begin, grid_row, group_of, rows_of, unit_of
 from minifloat.ops.launch import Kernel, allocate, ready
-from minifloat.ops.matmul.spread import LARGEST, largest_scale
+from minifloat.ops.matmul.kernels import LARGEST, largest_scale
 from minifloat.ops.quantize import gpu, reference
 from minifloat.ops.quantize.decode import TILE, Factors, at_16_bytes, consecutive, decode_tile, level_strides
 from minifloat.ops.quantize.device import extent

@@ -17,8 +17,7 @@ from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.matmul import block_scaled, emulated, native, reference
 from minifloat.ops.matmul.native import cut
-from minifloat.ops.matmul.reference import finish
-from minifloat.ops.matmul.steps import Steps, scaled
+from minifloat.ops.matmul.reference import finish, scaled
 
 CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
 """The dims of the left and of the right operand that a GEMM contracts."""
@@ -232,6 +231,29 @@ def _native_rows(
     return finish(product * (scales[0] * scales[1]), bias, out_dtype)
 
 
+class Steps(NamedTuple):
+    """A product in three steps; the first and the last launch kernels, or do nothing to tensors.
+
+    Args:
+        prepare: (a, b, direct) -> the tensors that the library reads, and what ``finish`` needs of the operands.
+        multiply: (those tensors, dtype) -> the library's product. One that ``adds`` takes memory as one more tensor,
+            and returns that if it added the product to it.
+        direct: (bias, dtype) -> whether the library's product in that dtype is the result already.
+        finish: (fp32 product, what ``prepare`` left, bias, dtype) -> the result, where it is not.
+        repair: (library's product, what ``prepare`` left) -> nothing; launches kernels that write parts of the product.
+        whole: (a, b, bias, dtype) -> the result where it is not direct and another way than these steps is faster, else
+            None; so much work that finding its launches anew costs nothing.
+    """
+
+    prepare: Callable[[Any, Any, bool], tuple[Sequence[Tensor], Any]]
+    multiply: Callable[[Sequence[Tensor], torch.dtype], Tensor]
+    direct: Callable[[Tensor | None, torch.dtype], bool]
+    finish: Callable[[Tensor, Any, Tensor | None, torch.dtype], Tensor]
+    repair: Callable[[Tensor, Any], None] | None = None
+    whole: Callable[[Any, Any, Tensor | None, torch.dtype], Tensor | None] | None = None
+    adds: bool = False
+
+
 class SteppedProduct:
     """[m, n] = a b^T in three steps; see :class:`Steps`. ``recorded``: kernels of our own do the first and the last."""
 
@@ -286,9 +308,10 @@ def stepped(backend: str, a: Format, b: Format, kernels: bool, swizzled: bool = 
     finishing: Any = scaled
     whole = None
     if kernels:
-        from minifloat.ops.matmul import fold_kernels, hopper, spread  # which need Triton
+        from minifloat.ops.matmul import fold_kernels, hopper  # which need Triton
+        from minifloat.ops.matmul import kernels as written_by
 
-        writer, finishing, whole = spread, spread.finish, hopper.large_product
+        writer, finishing, whole = written_by, written_by.finish, hopper.large_product
     if backend == "emulated":
         direct, prepare = partial(emulated.is_direct, a, b), partial(emulated.prepare, writer)
         steps = Steps(prepare, emulated.multiply, direct, finishing, whole=whole)

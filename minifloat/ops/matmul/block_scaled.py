@@ -19,8 +19,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.formats.elements import E4M3, e8m0_from_float
 from minifloat.ops.matmul.native import has_kernels, k_major
-from minifloat.ops.matmul.reference import Values, tensor_factor, values_shape
-from minifloat.ops.matmul.steps import UNSCALED, Scales
+from minifloat.ops.matmul.reference import UNSCALED, Scales, Values, tensor_factor, values_shape
 from minifloat.ops.quantize.reference import _pack, _unpack, decode
 
 MX_BLOCK = 32
@@ -98,7 +97,7 @@ def _operand(x: Any) -> tuple[Tensor, Tensor]:
 
 
 class _Plain:
-    """Does in plain PyTorch what ``layouts.py`` does by kernels."""
+    """Does in plain PyTorch what ``kernels.py`` does."""
 
     @staticmethod
     def swizzle(scale: Tensor, outer: int, outer_block: int, repeat: int) -> Tensor:
@@ -123,6 +122,6 @@ def _writers(x: Tensor) -> Any:
     """The functions that write what the library reads: kernels where they run."""
     if not has_kernels(x):
         return _Plain
-    from minifloat.ops.matmul import layouts as kernels
+    from minifloat.ops.matmul import kernels
 
     return kernels

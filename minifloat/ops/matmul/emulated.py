@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import ROWWISE, Format
-from minifloat.ops.matmul.reference import Values, values_shape
-from minifloat.ops.matmul.steps import UNSCALED, Scales
+from minifloat.ops.matmul.reference import UNSCALED, Scales, Values, values_shape
 from minifloat.ops.quantize.reference import _blocks, _unblock, decode
 
 LARGEST = torch.finfo(torch.bfloat16).max

@@ -19,9 +19,8 @@ from minifloat.formats import ROWWISE, Format
 from minifloat.formats.device import power_of_two
 from minifloat.formats.elements import E4M3
 from minifloat.ops.launch import Kernel, allocate
-from minifloat.ops.matmul import layouts, native, spread
-from minifloat.ops.matmul.reference import BLOCK, HIGHEST, LEAST, LOWEST, TILE, contracted_length
-from minifloat.ops.matmul.steps import UNSCALED, Steps
+from minifloat.ops.matmul import Steps, kernels, native
+from minifloat.ops.matmul.reference import BLOCK, HIGHEST, LEAST, LOWEST, TILE, UNSCALED, contracted_length
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive, load_bytes, load_elements
 from minifloat.ops.quantize.device import extent, single_bytes
 from minifloat.ops.quantize.job import aligned
@@ -198,7 +197,7 @@ def source(codes: Tensor, scale_inv: Tensor, fmt: Format, dim: int, along: int, 
     outer_block = fmt.scale_block(dim)[0 if along == ROWWISE else 1]
     if along != ROWWISE:
         scale_inv = scale_inv.t()
-        codes = layouts.k_major_copy(codes, True, (1, 1)) if dim == along else codes.t()
+        codes = kernels.k_major_copy(codes, True, (1, 1)) if dim == along else codes.t()
     return FoldSource(consecutive(codes), at_16_bytes(scale_inv), outer, blocks, dim != along, outer_block, fmt)
 
 
@@ -269,7 +268,7 @@ def repair(product: Tensor, left: FoldRemainder) -> None:
 
 def finish(product: Tensor, left: FoldRemainder, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Bias and rounding."""
-    return spread.finish(product, UNSCALED, bias, out_dtype)
+    return kernels.finish(product, UNSCALED, bias, out_dtype)
 
 
 STEPS = Steps(prepare, multiply, native.block128_is_direct, finish, repair)

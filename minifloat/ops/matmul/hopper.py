@@ -24,10 +24,9 @@ from minifloat.ops import launch
 from minifloat.ops.grouped.hopper import multiprocessors
 from minifloat.ops.grouped.hopper_device import following, swept
 from minifloat.ops.launch import allocate, ready
-from minifloat.ops.matmul import emulated, spread
-from minifloat.ops.matmul.reference import contracted_length
-from minifloat.ops.matmul.spread import factors_of
-from minifloat.ops.matmul.steps import Scales
+from minifloat.ops.matmul import emulated, kernels
+from minifloat.ops.matmul.kernels import factors_of
+from minifloat.ops.matmul.reference import Scales, contracted_length
 from minifloat.ops.quantize.job import aligned
 
 ROWS, COLS = 128, 256
@@ -95,7 +94,7 @@ def store_half(
     total, a_factor, b_factor, bias, out, first_m, first_n, M, N, inverse,
     A_STEP: gl.constexpr, B_STEP: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Writes sums times their factors plus a bias, 16 bytes at a time: the arithmetic of ``spread.finish_kernel``."""
+    """Writes sums times their factors plus a bias, 16 bytes at a time: the arithmetic of ``kernels.finish_kernel``."""
     m = first_m + gl.arange(0, _HALF, layout=gl.SliceLayout(1, _SUMS))
     n = first_n + gl.arange(0, _COLS, layout=gl.SliceLayout(0, _SUMS))
     rows = gl.load(a_factor + m * A_STEP, mask=m < M, other=0.0)
@@ -186,13 +185,13 @@ def scaled_product_kernel(
 
 
 def large_product(a: Any, b: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
-    """The emulated product of two operands, each the arguments of ``spread.spread``; None where it is not for this."""
+    """The emulated product of two operands, each the arguments of ``kernels.spread``; None where it is not for this."""
     depths = [contracted_length(x.codes, x.format, x.dim, x.along) for x in (a, b)]
     if a.outer * b.outer * depths[0] < SMALLEST or not multiprocessors(a.codes.device):
         return None
     if any(size % 8 for size in (a.outer, b.outer, *depths)):  # TMA wants lines of whole 16 bytes
         return None
-    return multiply(*emulated.prepare(spread, a, b, False), bias, out_dtype)
+    return multiply(*emulated.prepare(kernels, a, b, False), bias, out_dtype)
 
 
 def _described(x: Tensor, outer: int) -> tuple[TensorDescriptor, bool]:
@@ -205,7 +204,7 @@ def _described(x: Tensor, outer: int) -> tuple[TensorDescriptor, bool]:
 def multiply(operands: Sequence[Tensor], scales: Scales, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """[m, n] in ``out_dtype``: [m, k] times [n, k] transposed, times ``scales``, plus ``bias`` [n], rounded once.
 
-    The arguments are those of ``spread.finish``, but for the bf16 operands in lieu of their product.
+    The arguments are those of ``kernels.finish``, but for the bf16 operands in lieu of their product.
     """
     a, b = operands
     (M, depth), N = a.shape, b.shape[0]

@@ -33,13 +33,13 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
     dtype = fmt.encoding.dtype or torch.uint8
     if not pad_outer and not pad_inner and codes.is_contiguous():
         return codes.view(dtype)
-    kernels = has_kernels(codes)
-    if not pad_outer and not pad_inner and not (codes.is_cuda or kernels):
+    ours = has_kernels(codes)
+    if not pad_outer and not pad_inner and not (codes.is_cuda or ours):
         return codes.view(dtype)  # a CPU takes any strides
-    if kernels:
-        from minifloat.ops.matmul import layouts
+    if ours:
+        from minifloat.ops.matmul import kernels
 
-        return layouts.k_major_copy(codes, False, align).view(dtype)
+        return kernels.k_major_copy(codes, False, align).view(dtype)
     if pad_outer or pad_inner:
         codes = torch.nn.functional.pad(codes, (0, pad_inner, 0, pad_outer))
     return codes.contiguous().view(dtype)
@@ -161,8 +161,8 @@ def _tile_scale(scale: Tensor) -> Tensor:
 
 def _copy(scale: Tensor, rows: int, cols: int, fill: float) -> Tensor:
     if has_kernels(scale):
-        from minifloat.ops.matmul import layouts
+        from minifloat.ops.matmul import kernels
 
-        return layouts.copy_scales(scale, rows, cols, fill)
+        return kernels.copy_scales(scale, rows, cols, fill)
     padding = (0, cols - scale.shape[1], 0, rows - scale.shape[0])
     return torch.nn.functional.pad(scale, padding, value=fill).contiguous()

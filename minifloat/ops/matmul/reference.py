@@ -136,6 +136,27 @@ def finish(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tens
     return (product if bias is None else product + bias.to(out_dtype).float()).to(out_dtype).contiguous()
 
 
+class Scales(NamedTuple):
+    """Factors of the whole contraction: fp32 [1] or [m] and [n], None for none, and what they are over."""
+
+    left: Tensor | None
+    right: Tensor | None
+    divisor: float
+
+
+UNSCALED = Scales(None, None, 1.0)
+
+
+def scaled(product: Tensor, scales: Scales, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """fp32 ``product`` [m, n] times its scales, if any, plus ``bias`` [n] in the output's dtype, rounded once."""
+    left, right, divisor = scales
+    if left is not None or right is not None:
+        one = product.new_ones(1)
+        left, right = one if left is None else left, one if right is None else right
+        product = product * tensor_factor(Values(left, None, left, divisor), Values(right, None, right, 1.0))
+    return finish(product, bias, out_dtype)
+
+
 def values_shape(codes: Tensor, fmt: Format, dim: int, along: int, outer: int) -> torch.Size:
     """[M, K] of the values of an operand; arguments as of :func:`spread`."""
     length = contracted_length(codes, fmt, dim, along)

@@ -1,7 +1,7 @@
 """Codes read back, in Triton: one pass that reads codes and scales and writes the values they stand for.
 
 A program works on a tile of whole scale blocks or on a part of one: its [BLOCK_M, BLOCK_K] elements are viewed as
-[BLOCK_M/r, r, BLOCK_K/c, c], as in ``reference.py``, and each block is multiplied by its factor. ``matmul/spread.py``
+[BLOCK_M/r, r, BLOCK_K/c, c], as in ``reference.py``, and each block is multiplied by its factor. ``matmul/kernels.py``
 uses the same kernel to write operands out for the emulated product, with factors that fit bf16.
 """
 
