@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from minifloat.functional import attention as functional
-from minifloat.functional.attention import Band, Mask, packed_places, simplified
+from minifloat.functional.attention import Band, Mask, packed_places
 from minifloat.nn.attention import DotProductAttention
-from tests.helpers.sample import each_once, each_pair
+from tests.helpers.sample import each_once, each_pair, first_by_default
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 CAUSAL = ("causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
@@ -78,15 +78,6 @@ def test_masks(mask_type: Any, window: tuple[int, int], lengths: tuple[int, int]
     leaves = inputs(2, *lengths, 4, 2, 8, torch.float64)
     module = DotProductAttention(4, 8, 2, 0.0, "bshd", mask_type, window, softcap=softcap)
     check(module(*leaves), leaves, pairs(*lengths, mask_type, window), softcap=softcap)
-
-
-@pytest.mark.parametrize("bottom_right", [False, True])
-@pytest.mark.parametrize("mask_type", ["no_mask", "causal"])
-def test_diagonal_on_request(mask_type: Any, bottom_right: bool) -> None:
-    leaves = inputs(2, 4, 7, 2, 2, 8, torch.float64)
-    module = DotProductAttention(2, 8, None, 0.0, "bshd", mask_type, (2, 0), bottom_right)
-    kept = pairs(4, 7, "causal_bottom_right" if bottom_right else "causal", (2, 0))
-    check(module(*leaves), leaves, kept)
 
 
 @each_pair
@@ -153,18 +144,6 @@ def test_packed_sequences_are_as_each_alone(
             torch.testing.assert_close(part.detach().cpu().double(), e.detach(), rtol=tolerance, atol=tolerance)
 
 
-def test_nothing_crosses_between_packed_sequences() -> None:
-    q, k, v = (torch.randn(8, 2, 8, requires_grad=True) for _ in range(3))
-    y = DotProductAttention(2, 8, None, 0.0, "thd", "padding")(q, k, v, cu_seqlens_q=torch.tensor([0, 3, 8]))
-    for gradient in torch.autograd.grad(y[:3].sum(), [q, k, v]):
-        assert gradient[:3].any() and not gradient[3:].any()
-    with torch.no_grad():
-        k[3:] += 100
-        v[3:] -= 100
-    other = DotProductAttention(2, 8, None, 0.0, "thd", "padding")(q, k, v, cu_seqlens_q=torch.tensor([0, 3, 8]))
-    assert torch.equal(other[:3], y[:3])
-
-
 @each_pair
 @pytest.mark.parametrize("by_mask", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -191,15 +170,6 @@ def test_padding(mask_type: Any, softcap: Any, by_mask: bool, device: torch.devi
     assert all(g.isfinite().all() for g in gradients) and not gradients[0][1, 2:].any()
     if device.type == "cpu":  # a GPU may multiply fp32 scores in TF32
         check(y, leaves, kept, softcap=softcap)
-
-
-def test_padding_on_the_left() -> None:
-    """A mask may leave out any tokens; positions are those in the row."""
-    leaves = inputs(2, 6, 6, 2, 2, 8, torch.float64)
-    padding = torch.tensor([[True, True, False, False, False, False], [False] * 6])
-    y = DotProductAttention(2, 8, None, 0.0, "bshd", "padding_causal")(*leaves, attention_mask=padding)
-    kept = pairs(6, 6, "causal") & ~padding[:, None, None, :] & ~padding[:, None, :, None]
-    check(y, leaves, kept)
 
 
 @each_once
@@ -280,24 +250,6 @@ def test_dropout(softcap: Any, window: Any) -> None:
     torch.testing.assert_close(mean, exact, rtol=0, atol=0.2)
 
 
-def test_autocast() -> None:
-    leaves = inputs(1, 5, 5, 2, 2, 8, torch.float32)
-    for softcap in (None, 2.0):
-        module = DotProductAttention(2, 8, qkv_format="bshd", softcap=softcap)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = module(*leaves)
-        assert y.dtype == torch.bfloat16 and torch.equal(y, module(*(t.bfloat16() for t in leaves)))
-        assert all(g.dtype == torch.float32 for g in torch.autograd.grad(y.sum(), leaves))
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_meta(softcap: float | None) -> None:
-    module = DotProductAttention(4, 8, 2, 0.0, "thd", "causal", (2, 0), softcap=softcap)
-    q, k = torch.empty(7, 4, 8, device="meta"), torch.empty(7, 2, 8, device="meta")
-    cu_seqlens = torch.empty(3, dtype=torch.int32, device="meta")
-    assert module(q, k, k, cu_seqlens_q=cu_seqlens).shape == (7, 32)
-
-
 COMPILED: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window_size": (3, 0)},
@@ -307,7 +259,8 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@first_by_default
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("case", list(COMPILED))
 def test_compiles_to_one_graph_with_dynamic_lengths(case: str, backend: str) -> None:
     torch._dynamo.reset()
@@ -378,19 +331,6 @@ def test_the_backend_is_decided_by_what_is_needed() -> None:
     assert name("cuda", "band") == name("cuda", "sequences") == name("cuda", "none", softcap=True) == "flex"
     for obstacle in ({"dropout": True}, {"dtype": torch.float64}, {"head_dim": 8}):
         assert name("cuda", "band", **obstacle) == "sdpa"
-
-
-def test_limits_that_nothing_reaches_are_left_out() -> None:
-    assert simplified(Band(None, 0), 6, 1, 7) == Band()  # one query, aligned with the last key
-    assert simplified(Band(6, 0), 0, 7, 7) == Band(None, 0)
-    assert simplified(Band(5, 0), 0, 7, 7) == Band(5, 0)
-
-
-def test_print_shows_the_backend() -> None:
-    text = repr(DotProductAttention(8, 64, 2, qkv_format="thd", window_size=(128, 0), softcap=30.0))
-    for part in ("8 heads, 2 groups", "thd", "window_size=(128, 0)", "softcap=30.0", "cpu: math", "cuda: flex"):
-        assert part in text
-    assert "cuda: sdpa" in repr(DotProductAttention(8, 64))
 
 
 @pytest.mark.gpu

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import minifloat
 from minifloat.autocast import autocast
 from minifloat.functional.grouped import GroupLayout
 from minifloat.nn import GroupedLinear, GroupedMLP, Linear, prepare
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_pair, each_twice, first_by_default
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -333,28 +332,7 @@ def test_delayed_scaling_under_autocast() -> None:
     prepare(GroupedLinear(2, K, N), recipe)
 
 
-@pytest.mark.parametrize(
-    "recipe, reentrant",
-    [("delayed", None), *product(("current", "mxfp8", "none"), (None, True, False))],
-)
-def test_checkpoint(recipe: str, reentrant: bool | None) -> None:
-    counts = (7, 0, 23)
-    grouped, linears = layers(counts, recipe=recipe)
-    for _ in range(2):
-        x, own_x, dy = batch(counts)
-        if reentrant is None:
-            y = minifloat.checkpoint(grouped, x, counts)
-        else:
-            y = torch_checkpoint(grouped, x, counts, use_reentrant=reentrant)
-        expected = one_by_one(linears, own_x, counts)
-        assert torch.equal(y, expected)
-        y.backward(dy), expected[: sum(counts)].backward(dy[: sum(counts)])
-        assert x.grad is not None and own_x.grad is not None
-        assert torch.equal(x.grad[: sum(counts)], own_x.grad[: sum(counts)])
-        for own, linear in zip(gradients(grouped, "weight"), linears, strict=True):
-            assert torch.equal(own, linear.weight.grad)
-
-
+@first_by_default
 @pytest.mark.parametrize("recipe", ["current", "block", "nvfp4", "none"])
 @pytest.mark.parametrize("single", [False, True])
 def test_compiled(recipe: str, single: bool) -> None:
@@ -441,21 +419,6 @@ def test_calibration_does_not_count_a_recomputation() -> None:
     assert recorded.any() and torch.equal(grouped.forward_scaling.amax_history, recorded)
 
 
-def test_copies_and_meta() -> None:
-    grouped, _ = layers((7, 0, 23), recipe="current")
-    x = torch.randn(30, K).to(BF16)
-    expected = grouped(x, (7, 0, 23))
-    copied = copy.deepcopy(grouped)
-    assert torch.equal(copied(x, (7, 0, 23)), expected)
-    first, second, _ = parameters(copied, "weight")
-    assert second.data_ptr() == first.data_ptr() + first.numel() * first.element_size()  # neighbours, as the original's
-    assert first.data_ptr() != parameters(grouped, "weight")[0].data_ptr()
-    empty = GroupedLinear(3, K, N, dtype=BF16, device="meta", recipe="current")
-    empty.to_empty(device="cpu")
-    empty.load_state_dict(grouped.state_dict())
-    assert torch.equal(empty(x, (7, 0, 23)), expected)
-
-
 # ---- Bad input ------------------------------------------------------------------------------------------------------
 
 
@@ -478,6 +441,7 @@ def test_wrong_counts(counts: Any, error: type[Exception], message: str) -> None
     assert "experts" in str(caught.value)
 
 
+@first_by_default
 @pytest.mark.parametrize(("kind", "backend"), [(GroupedLinear, "aot_eager"), (GroupedMLP, "eager")])
 def test_wrong_counts_in_compiled_code(backend: str, kind: Any) -> None:
     """What the host has is looked at when the graph runs, and no graph is made for a value of a tensor."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import minifloat
 from minifloat import GroupedLinear, Linear, MoE, QuantizedTensor, TransformerLayer, autocast, quantized_model_init
 from minifloat.convert import convert, revert
 from minifloat.formats import COLUMNWISE, parse
@@ -201,19 +200,6 @@ def test_frozen_experts_and_finite_checks() -> None:
         step(grouped, (), COUNTS), step(None, linears, COUNTS)
     recorded = grouped.forward_scaling.amax_history[0].view(-1, 3)
     assert torch.equal(recorded, torch.stack([each.forward_scaling.amax_history[0] for each in linears], 1))
-
-
-@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
-def test_checkpoint(recipe: str) -> None:
-    grouped, linears = layers(recipe)
-    for _ in range(2):
-        x = torch.randn(30, K).to(BF16).requires_grad_()
-        minifloat.checkpoint(grouped, x, COUNTS).sum().backward()
-        own = x.detach().clone().requires_grad_()
-        torch.cat([each(part) for each, part in zip(linears, own.split(COUNTS), strict=True)]).sum().backward()
-        assert torch.equal(x.grad, own.grad)  # type: ignore[arg-type]
-        for mine, linear in zip(weights(grouped), linears, strict=True):
-            assert torch.equal(mine.grad, linear.weight.grad)
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected")

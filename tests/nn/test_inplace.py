@@ -20,6 +20,7 @@ from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import GroupedMLP
 from minifloat.recipe import Recipe
 from tests.helpers.distributed_pool import on_ranks
+from tests.helpers.sample import first_by_default
 
 UNQUANTIZED = CustomRecipe(lambda role: Quantizer.identity())
 HIGH_PRECISION = Float8CurrentScaling(backward_override="high_precision")
@@ -132,6 +133,7 @@ def test_in_place_after_attention_that_keeps_its_output() -> None:
 COMPILED = ("Linear mxfp8", "RMSNorm")
 
 
+@first_by_default
 @pytest.mark.parametrize("case", COMPILED)
 def test_in_place_after_compiled(case: str) -> None:
     torch._dynamo.reset()
@@ -210,6 +212,7 @@ def test_what_backward_reads_is_never_changed_silently(kind: str, recipe: Recipe
             _outputs(kind, recipe, change, True, False, False)
 
 
+@first_by_default
 @pytest.mark.parametrize("change", ["n", "s"])
 def test_compiled_backward_reads_what_forward_saw(change: str) -> None:
     """PyTorch checks no versions there: in-place changes of what was saved gave other gradients without a word."""

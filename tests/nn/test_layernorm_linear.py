@@ -82,16 +82,6 @@ def test_equals_its_parts(cases: tuple[Any, ...], recipe: Recipe) -> None:
     assert_as_parts(mlp.module(return_layernorm_output=mlp.K == 48), mlp, recipe)
 
 
-@for_each({name: STATELESS_FUSED[name] for name in ("current", "mxfp8")})
-def test_parts_are_ordinary_modules(recipe: Recipe) -> None:
-    case = LinearCase((3, 5))
-    module = case.module()
-    x, dy = case.batch()
-    expected = run(nn.Sequential(module.norm, module.linear), x, dy, recipe)
-    names = {"0.weight": "norm.weight", "0.bias": "norm.bias", "1.weight": "linear.weight", "1.bias": "linear.bias"}
-    assert_same(run(module, x, dy, recipe), {names.get(name, name): value for name, value in expected.items()})
-
-
 @pytest.mark.gpu
 @for_each(STATELESS_FUSED)
 def test_equals_its_parts_on_a_gpu(recipe: Recipe) -> None:

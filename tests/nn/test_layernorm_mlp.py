@@ -7,8 +7,6 @@ made of, run one after the other.
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -29,8 +27,8 @@ from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.fused_cases import LinearCase, MLPCase, assert_steps, unfused
 from tests.helpers.fused_model import assert_same, run
-from tests.helpers.recipes import FUSED_RECIPES, NAMED, STATELESS_FUSED, for_each
-from tests.helpers.sample import each_once, each_pair
+from tests.helpers.recipes import NAMED, for_each
+from tests.helpers.sample import each_once
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,13 +61,6 @@ class Parts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.fc2(activate(self.fc1(self.norm(x)), self.activation))
         return y
-
-
-@for_each({name: STATELESS_FUSED[name] for name in ("current", "nvfp4")})
-def test_parts_are_ordinary_modules(recipe: Recipe) -> None:
-    case = MLPCase((3, 5), activation="qgeglu")
-    module, (x, dy) = case.module(), case.batch()
-    assert_same(run(module, x, dy, recipe), run(Parts(module), x, dy, recipe))
 
 
 def node(module: nn.Module, x: Tensor) -> str:
@@ -186,26 +177,6 @@ def test_histories_of_what_has_no_backward(unused: str) -> None:
     calls.clear()
     (y if unused == "fc1" else n).sum().backward()
     assert calls == ([2] if unused == "fc1" else [])  # of fc2, whose backward history has two slots
-
-
-@each_once
-@for_each(NAMED)
-@MODULES
-def test_without_gradients_and_in_eval(case: Any, recipe: Recipe) -> None:
-    """``no_grad`` and ``inference_mode`` run fprop alone and record nothing; the output is that of training."""
-    module, (x, dy) = case.module(), case.batch()
-    prepare(module, recipe)
-    state = copy.deepcopy(module.state_dict())
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode(), autocast(recipe=recipe), count_gemms() as gemms:
-            y = module(x)
-        assert not y.requires_grad and {gemm.gemm for gemm in gemms} == {"fprop"}
-        assert_same(dict(module.state_dict()), dict(state))
-    twin = copy.deepcopy(module).eval()
-    expected = run(module, x, dy, recipe)
-    assert torch.equal(expected["y"], y)
-    assert_same(run(twin, x, dy, recipe), expected)
-    assert_same(dict(module.state_dict()), dict(twin.state_dict()))
 
 
 @each_once
@@ -343,26 +314,6 @@ def test_init_methods_and_dtype() -> None:
     assert not layer.norm.weight.any()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", None])
-@MODULES
-def test_meta_device(case: Any, recipe: str | None) -> None:
-    at_once = type(case.module())
-    sizes = (48, 40) if isinstance(case, MLPCase) else (48, 33)
-    late = at_once(*sizes, recipe=recipe, device="meta")
-    assert all(t.is_meta for t in [*late.parameters(), *late.buffers()])
-    late.to_empty(device="cpu")
-    late.reset_parameters()
-    torch.manual_seed(0)
-    late.reset_parameters()
-    torch.manual_seed(0)
-    now = at_once(*sizes, recipe=recipe)
-    torch.manual_seed(0)
-    now.reset_parameters()
-    assert_same(dict(late.state_dict()), dict(now.state_dict()))
-    x = torch.randn(5, 48)
-    assert torch.equal(late(x), now(x))
-
-
 @each_once
 @for_each(NAMED)
 @MODULES
@@ -377,49 +328,6 @@ def test_quantized_weights(case: Any, recipe: Recipe) -> None:
     for recipe_now in (recipe, None, named("mxfp8")):  # forward and backward inside and outside of autocast
         found = run(module, x, dy, recipe_now)
         assert all(value.isfinite().all() for value in found.values()) and len(found) == 2 + len([*module.parameters()])
-
-
-@for_each({name: NAMED[name] for name in ("delayed", "nvfp4")})
-@MODULES
-def test_copies(case: Any, recipe: Recipe) -> None:
-    module, (x, dy) = case.module(recipe=recipe), case.batch()
-    run(module, x, dy, None)
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    loaded = case.module()
-    loaded.load_state_dict(module.state_dict(), strict=True)
-    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)]
-    expected = run(module, x, dy, None)
-    for each in copies:
-        assert_same(run(each, x, dy, None), expected)
-        assert_same(dict(each.state_dict()), dict(module.state_dict()))
-    assert_same(run(loaded, x, dy, recipe), expected)
-    assert_same(dict(loaded.state_dict()), dict(module.state_dict()))
-
-
-@each_pair
-@pytest.mark.parametrize("outside", [False, True], ids=["own", "autocast"])
-@for_each(NAMED)
-@pytest.mark.parametrize("options", [{}, {"return_layernorm_output": True, "return_bias": True}], ids=["y", "all"])
-def test_checkpoint(recipe: Recipe, outside: bool, options: dict[str, Any]) -> None:
-    case = MLPCase(activation="swiglu")
-    own = None if outside else recipe
-    plain, saving = case.module(recipe=own, **options), case.module(recipe=own, checkpoint=True, **options)
-    saving.load_state_dict(plain.state_dict())
-    for scale in (1.0, 4.0, 0.5):
-        x, dy = case.batch(scale)
-        dn = torch.randn_like(x) if options else None
-        results = []
-        for module in (plain, saving):
-            with count_gemms() as gemms:
-                found = run(module, x, dy, recipe if outside else None, dn=dn)
-            results.append(found | {"random": torch.rand(3)})
-            counts = sum(number for gemm, number in gemms.items() if gemm.gemm == "fprop")
-            assert counts == (2 if module is plain else counts) and counts >= 2
-        assert_same(results[1], results[0])
-        assert_same(dict(saving.state_dict()), dict(plain.state_dict()))
-    assert "checkpoint=True" in repr(saving) and "swiglu" in repr(saving)
 
 
 @pytest.mark.parametrize(
@@ -471,45 +379,6 @@ def test_names_of_roles() -> None:
 
 
 FAST = (("LayerNormMLP", "delayed"), ("LayerNormLinear", "current"), ("LayerNormLinear", "block"))
-COMPILED = [
-    pytest.param(case, recipe, outside, id=f"{name}-{kind}{'-autocast' * outside}", marks=marks)
-    for name, case in BOTH.items()
-    for kind, recipe in FUSED_RECIPES.items()
-    for outside in (False, True)
-    for marks in [() if not outside and (name, kind) in FAST else pytest.mark.slow]
-]
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("case", "recipe", "outside"), COMPILED)
-def test_compiled(case: Any, recipe: Recipe, outside: bool) -> None:
-    """One graph for forward and backward, dynamic in the number of rows, gives eager's bits and state."""
-    compiled_step(case, recipe, outside)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("fresh_compiler")
-@for_each({name: NAMED[name] for name in ("delayed", "current", "block")})
-@MODULES
-def test_compiled_on_a_gpu(case: Any, recipe: Recipe) -> None:
-    compiled_step(case, recipe, False, "cuda")
-
-
-def compiled_step(case: Any, recipe: Recipe, outside: bool, device: str = "cpu") -> None:
-    """Two numbers of rows through a module and its compiled twin."""
-    eager = case.module(recipe=None if outside else recipe).to(device)
-    if outside:
-        prepare(eager, recipe)
-    twin = copy.deepcopy(eager)
-    if outside:
-        prepare(twin, recipe)  # the very recipe, not the copy that deepcopy has made of it
-    compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (17, 5):
-        x, dy = replace(case, lead=(rows,)).batch(1.0, device)
-        expected = run(eager, x, dy, recipe if outside else None)
-        found = run(compiled, x, dy, recipe if outside else None)
-        assert_same({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected)
-        assert_same(dict(twin.state_dict()), dict(eager.state_dict()))
 
 
 def test_h_is_freed_before_dh_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:

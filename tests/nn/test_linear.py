@@ -34,7 +34,7 @@ from minifloat.optim import MasterWeights
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, Recipe, named
 from minifloat.recompute import checkpoint
-from minifloat.tensor import QuantizedTensor, quantize
+from minifloat.tensor import QuantizedTensor
 from tests.helpers import linear_model as model
 from tests.helpers.count_casts import CountCasts
 from tests.helpers.linear_model import as_is, gemm_model, operands_of
@@ -311,33 +311,6 @@ def test_only_what_gradients_need_runs(needs: str, recipe: Recipe) -> None:
     assert (layer.bias.grad is None) == ("b" not in wanted)
 
 
-@for_each(LINEAR_NAMED)
-def test_without_gradients_and_in_eval(recipe: Recipe) -> None:
-    """Under ``no_grad`` one GEMM runs and nothing is recorded; ``eval`` changes nothing. The output is the same."""
-    layer, x, dy = Linear(48, 40), torch.randn(32, 48), torch.randn(32, 40)
-    layer._config(recipe)
-    state = copy.deepcopy(layer.state_dict())
-    with count_gemms() as counts, torch.no_grad(), autocast(recipe=recipe):
-        y = layer(x.requires_grad_())
-    assert not y.requires_grad and kinds(counts) == Counter(fprop=1)
-    assert all(torch.equal(layer.state_dict()[key], state[key]) for key in state)
-    twin = copy.deepcopy(layer).eval()
-    for a, b in zip(step(layer, x, dy, recipe), step(twin, x, dy, recipe), strict=True):
-        assert a is not None and b is not None and torch.equal(a, b)
-    assert all(torch.equal(twin.state_dict()[key], value) for key, value in layer.state_dict().items())
-    with torch.no_grad():
-        fresh = copy.deepcopy(layer)
-        fresh.load_state_dict(state)
-        assert torch.equal(y, step_forward(fresh, x, recipe))
-
-
-def step_forward(layer: Linear, x: Tensor, recipe: Recipe) -> Tensor:
-    """Forward alone."""
-    with autocast(recipe=recipe):
-        y: Tensor = layer(x)
-    return y
-
-
 @for_each(SOME_LINEAR)
 def test_save_original_input(recipe: Recipe) -> None:
     """Keeping the input and casting it again in backward changes no bit, nor what delayed scaling records."""
@@ -350,22 +323,6 @@ def test_save_original_input(recipe: Recipe) -> None:
             assert a is not None and b is not None and torch.equal(a, b)
         assert plain.state_dict().keys() == saving.state_dict().keys()
         assert all(torch.equal(saving.state_dict()[key], value) for key, value in plain.state_dict().items())
-
-
-def test_save_original_input_casts_with_the_scale_of_its_forward() -> None:
-    """Delayed scaling: another forward between forward and backward moves the scale, not the gradient."""
-    plain = Linear(37, 53, recipe=DELAYED)
-    saving = Linear(37, 53, recipe=DELAYED, save_original_input=True)
-    saving.load_state_dict(plain.state_dict())
-    grads = []
-    for layer in (plain, saving):
-        torch.manual_seed(3)
-        x, dy = torch.randn(20, 37), torch.randn(20, 53)
-        y = layer(x)
-        layer(100 * x)
-        y.backward(dy)
-        grads.append(layer.weight.grad)
-    assert torch.equal(*grads)
 
 
 # ---- Weight gradients that go elsewhere -----------------------------------------------------------------------------
@@ -927,19 +884,6 @@ def test_extra_histories_do_not_disturb_other_recipes() -> None:
     assert torch.equal(layer(x), plain(x))
 
 
-@pytest.mark.parametrize("length", [2, 4, 7])
-def test_history_of_another_length(length: int) -> None:
-    """Histories of another length load; at first use they are cut or zero-padded at the end, newest row first."""
-    saved = trained(DELAYED)
-    layer = Linear(37, 53, recipe=DelayedScaling(amax_history_len=length))
-    layer.load_state_dict(saved.state_dict(), strict=True)
-    with torch.no_grad():
-        layer(torch.randn(2, 37))
-    old, new = saved.forward_scaling.amax_history, layer.forward_scaling.amax_history
-    assert new.shape == (length, 3) and torch.equal(layer.forward_scaling.scale, saved.forward_scaling.scale)
-    assert torch.equal(new[: min(4, length)], old[: min(4, length)]) and not new[4:].any()
-
-
 @each_once
 @for_each(LINEAR_NAMED)
 @pytest.mark.parametrize(
@@ -1041,12 +985,6 @@ def test_bad_input(x: Tensor, error: type[Exception], match: str, recipe: Recipe
     assert not layer._wgrad_tasks and layer._weight_cache is None
 
 
-def test_float64_without_a_recipe() -> None:
-    layer = Linear(5, 3, dtype=torch.float64)
-    x = torch.randn(2, 5, dtype=torch.float64)
-    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-
-
 def test_two_dtypes_without_a_recipe() -> None:
     """PyTorch cannot multiply them: the error says which layer; ``torch.autocast``, or a recipe, can."""
     layer, x = Linear(37, 53, name="fc1"), torch.randn(2, 37, dtype=BF16)
@@ -1072,17 +1010,6 @@ def test_forward_on_meta(recipe: Recipe | None) -> None:
 def test_unnamed_layers_are_called_by_their_sizes() -> None:
     with pytest.raises(ValueError, match=r"Linear\(37, 53\).*36"):
         Linear(37, 53)(torch.ones(2, 36))
-
-
-@for_each(SOME_LINEAR)
-def test_zero_tokens(recipe: Recipe) -> None:
-    layer = Linear(37, 53)
-    result = step(layer, torch.randn(2, 0, 37, dtype=BF16), torch.randn(2, 0, 53, dtype=BF16), recipe)
-    assert result.y.shape == (2, 0, 53) and result.dx is not None and result.dx.shape == (2, 0, 37)
-    assert result.dw is not None and torch.equal(result.dw, torch.zeros(53, 37))
-    assert result.db is not None and torch.equal(result.db, torch.zeros(53))
-    x, dy = torch.randn(4, 37), torch.randn(4, 53)
-    assert all(value is not None and value.isfinite().all() for value in step(layer, x, dy, recipe))
 
 
 @each_once
@@ -1131,21 +1058,6 @@ def test_nan_in_a_gradient(recipe: Recipe) -> None:
     assert result.db[9].isnan() and result.db[columns].isfinite().all()
 
 
-@for_each(FP8_RECIPES)
-def test_nan_weights(recipe: Recipe) -> None:
-    layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
-    with torch.no_grad():
-        layer.weight[9, 7] = float("nan")
-    result = step(layer, x, dy, recipe)
-    features, columns = torch.arange(53) != 9, torch.arange(37) != 7
-    assert result.dx is not None and result.dw is not None
-    assert result.y[:, 9].isnan().all() and result.y[:, features].isfinite().all()
-    assert result.dx[:, 7].isnan().all() and result.dx[:, columns].isfinite().all()
-    assert result.dw.isfinite().all()
-    nn.init.constant_(layer.weight, float("nan"))
-    assert step(layer, x, dy, recipe).y.isnan().all()
-
-
 @for_each({name: recipe for name, recipe in LINEAR_RECIPES.items() if name.startswith("nvfp4")})
 def test_nan_has_no_4_bit_code(recipe: Recipe) -> None:
     """E2M1 has no NaN: docs/numerics.md gives +6, so that a NaN is a large number of its block, and nothing crashes."""
@@ -1156,15 +1068,6 @@ def test_nan_has_no_4_bit_code(recipe: Recipe) -> None:
     result = step(layer, x, dy, recipe)
     assert result.y.isfinite().all()
     assert result.db is not None and result.db[9].isnan()  # the bias gradient is a sum in high precision
-
-
-@pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
-def test_infinite_activation_saturates(name: str) -> None:
-    """Casts saturate (docs/numerics.md 0.2): an infinite activation is a large one, not NaN everywhere."""
-    layer, x = Linear(37, 53, recipe=name), torch.randn(20, 37)
-    x[4, 7] = float("inf")
-    y = layer(x)
-    assert not y.isnan().any() and y[torch.arange(20) != 4].isfinite().all()
 
 
 # ---- Inputs and gradients that are views ----------------------------------------------------------------------------
@@ -1342,21 +1245,6 @@ def test_quantized_gradient_of_a_leaf_accumulates(recipe: Recipe) -> None:
     assert (error <= limit).all() and error.any()
 
 
-@for_each({name: recipe for name, recipe in SOME_STATELESS.items() if not name.startswith("custom")})
-def test_quantized_weight(recipe: Recipe) -> None:
-    """A weight that is quantized already gives the bits of a layer that casts it, and is not cast again."""
-    layer, x, dy = Linear(37, 53), torch.randn(20, 37), torch.randn(20, 53)
-    plan, twin = layer._config(recipe), copy.deepcopy(layer)
-    twin.weight = nn.Parameter(quantize(layer.weight.detach(), plan.weight))
-    plain = step(layer, x, dy, recipe)
-    with CountCasts() as casts:
-        result = step(twin, x, dy, recipe)
-    for expected, found in zip(plain, result, strict=True):
-        assert expected is not None and found is not None and torch.equal(expected, found)
-    activations = Counter((f.spec, dim) for q in (plan.input, plan.grad_output) for f, dim in q.casts)
-    assert casts.formats == activations
-
-
 @pytest.mark.parametrize("recipe", ["none", None])
 def test_options_in_high_precision(recipe: str | None) -> None:
     """main_grad and the delayed weight gradient are kept to where nothing is quantized, the twin of a quantized run."""
@@ -1511,11 +1399,6 @@ def test_init_method(split: dict[str, int] | None) -> None:
     bias = layer._bias_vector()
     assert torch.equal(layer._weight_matrix(), torch.empty(21, 37).normal_(std=0.02))
     assert bias is not None and not bias.any()
-
-
-def test_params_dtype() -> None:
-    assert Linear(37, 21, params_dtype=BF16).weight.dtype == BF16
-    assert Linear(37, 21, dtype=BF16, params_dtype=BF16).bias.dtype == BF16
 
 
 # What other libraries may look for, as PEFT does for bitsandbytes' ``compute_dtype``: methods for users and options.

@@ -28,10 +28,9 @@ from minifloat import (
 )
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
-from minifloat.functional.spec import LinearConfigs
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
-from tests.helpers.sample import each_once, each_twice
+from tests.helpers.sample import each_once, first_by_default
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -354,53 +353,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@each_twice
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4", "custom"])
-def test_optimizers(name: str, optimizer: str) -> None:
-    """The values after a step are the cast of what the optimizer makes of the values before it.
-
-    Optimizers that write in several operations cast after each of them, so that those are compared with a fused step
-    within a few units in the last place of the format.
-    """
-    recipe = RECIPES[name]
-    layer = quantized_linear(recipe)
-    step(layer, autocast(recipe=recipe))
-    reference = nn.Parameter(values(layer.weight).clone())
-    reference.grad = layer.weight.grad.clone()  # type: ignore[union-attr]
-    OPTIMIZERS[optimizer]([reference]).step()
-    own = OPTIMIZERS[optimizer](layer.parameters())
-    own.step()
-    state = own.state[layer.weight]
-    assert all(type(t) is Tensor for t in state.values() if isinstance(t, Tensor))
-    expected = cast(reference.detach(), recipe).dequantize()
-    if optimizer.startswith("sgd") or optimizer.endswith("fused"):
-        assert torch.equal(values(layer.weight), expected)
-    else:
-        unit = expected.abs().max() * (0.5 if name in ("nvfp4", "custom") else 0.15)
-        assert (values(layer.weight) - expected).abs().max() <= unit
-    assert isinstance(layer.weight, nn.Parameter) and layer.weight.is_leaf
-
-
-@each_once
-@each_recipe
-@pytest.mark.parametrize("optimizer", ["sgd foreach", "adamw fused"])
-def test_training_follows_the_values(name: str, optimizer: str) -> None:
-    """Ten steps on a linear problem lower the loss."""
-    recipe = RECIPES[name]
-    layer = quantized_linear(recipe, own=True)
-    x, target = torch.randn(64, IN), torch.randn(64, OUT)
-    own = OPTIMIZERS[optimizer](layer.parameters())
-    losses = []
-    for _ in range(12):
-        loss = F.mse_loss(layer(x), target)
-        own.zero_grad()
-        loss.backward()
-        own.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
-
-
 # ---- delayed scaling -------------------------------------------------------------------------------------------------
 
 
@@ -671,56 +623,6 @@ def test_margin() -> None:
 
 @each_once
 @each_recipe
-@pytest.mark.parametrize("file", [False, True])
-def test_state_dict(name: str, file: bool) -> None:
-    """Quantized into quantized is a copy of the bytes; a high-precision layer takes the values."""
-    layer = quantized_linear(RECIPES[name])
-    state = layer.state_dict()
-    assert isinstance(state["weight"], QuantizedTensor)
-    twin = loaded(quantized_linear(RECIPES[name], seed=4), through_file(state) if file else state)
-    for mine, theirs in zip(qweight(layer)._buffers().values(), qweight(twin)._buffers().values(), strict=True):
-        assert torch.equal(mine, theirs)
-    plain = Linear(IN, OUT)
-    plain.load_state_dict(state)
-    assert type(plain.weight) is nn.Parameter and torch.equal(plain.weight, values(layer.weight))
-
-
-@each_once
-@each_recipe
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "to"])
-def test_copies(name: str, how: str) -> None:
-    layer = quantized_linear(RECIPES[name], own=name != "custom")
-    if how == "pickle" and name == "custom":
-        layer.recipe = None
-        layer._configs = LinearConfigs()
-    before = values(layer.weight).clone()
-    twin = COPIES[how](layer)
-    assert isinstance(twin.weight, QuantizedTensor) and isinstance(twin.weight, nn.Parameter)
-    if how != "to":
-        assert torch.equal(values(twin.weight), before)
-        with torch.no_grad():
-            twin.weight.zero_()
-        assert torch.equal(values(layer.weight), before)
-    else:
-        torch.testing.assert_close(values(twin.weight), before, rtol=2**-7, atol=0)
-
-
-@each_recipe
-def test_cast_of_the_module(name: str) -> None:
-    """``module.to(dtype)`` keeps the codes and changes what they dequantize to."""
-    layer = quantized_linear(RECIPES[name])
-    codes = qweight(layer).operands.any.codes.clone()
-    layer.to(torch.bfloat16)
-    assert layer.weight.dtype == torch.bfloat16 and torch.equal(qweight(layer).operands.any.codes, codes)
-    x, dy = batch()
-    with autocast(recipe=RECIPES[name]):
-        y = layer(x.bfloat16())
-    y.backward(dy.bfloat16())
-    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.bfloat16
-
-
-@each_once
-@each_recipe
 @pytest.mark.parametrize("own", [False, True])
 def test_meta(name: str, own: bool) -> None:
     """Made on the meta device, given memory, initialized: the values of a layer made on the CPU."""
@@ -872,6 +774,7 @@ def test_safetensors_name_the_way_out(tmp_path: Path) -> None:
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
+@first_by_default
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("name", ["delayed", "current", "mxfp8", "nvfp4"])
 def test_compiled(name: str, own: bool) -> None:

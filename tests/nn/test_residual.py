@@ -146,25 +146,6 @@ def test_another_shape_is_refused(case: LinearCase, recipe: str | None) -> None:
         module(x, residual=x[0])
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    ("name", "with_residual"),
-    [("LayerNormLinear", False), pytest.param("LayerNormMLP", True, marks=pytest.mark.slow)],
-)
-def test_compiled(name: str, with_residual: bool) -> None:
-    """One graph, dynamic in the number of rows; S is the input, or a sum."""
-    case = BOTH[name]
-    eager = case.module(recipe="current")
-    twin = copy.deepcopy(eager)
-    compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (17, 5):
-        x, dy = type(case)((rows,), norm=case.norm).batch()
-        more = {"residual": torch.randn_like(x) if with_residual else None, "ds": torch.randn_like(x)}
-        found = run(compiled, x, dy, None, **more)
-        expected = run(eager, x, dy, None, **more)
-        assert_same({name.removeprefix("_orig_mod."): value for name, value in found.items()}, expected)
-
-
 @for_each(NAMED)
 def test_checkpoint(recipe: Recipe) -> None:
     """Y, S and gradients are those without a checkpoint; S alone is kept."""
@@ -296,22 +277,3 @@ def test_parts_that_were_replaced() -> None:
     inner.__class__ = Own
     layer.layernorm_mlp = inner
     assert torch.equal(layer(x), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("kind", ["decoder", "checkpoint"])
-def test_layers_compile(kind: str) -> None:
-    """One graph, dynamic in the length, with the bits of eager."""
-    eager = TransformerLayer(**SIZES, **NO_DROPOUT, **KINDS[kind], recipe="current")
-    twin = copy.deepcopy(eager)
-    compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend="aot_eager")
-    for length in (6, 9):
-        data, encoder = torch.randn(2, length, 3, 32)
-        results = []
-        for each in (eager, compiled):
-            (x,) = leaves(data)
-            y = each(x, encoder_output=encoder if kind == "decoder" else None)
-            y.square().sum().backward()
-            results.append((y, x.grad))
-        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

@@ -132,11 +132,6 @@ def test_positions_without_angles_raise(start: int) -> None:
             apply_rotary_pos_emb(t if len(options) == 1 else t.flatten(0, 1), freqs, start_positions=starts, **options)  # type: ignore[arg-type]
 
 
-def test_offset_continues_a_sequence() -> None:
-    rope = RotaryPositionEmbedding(8)
-    assert torch.equal(rope(3, offset=4), rope(7)[4:])
-
-
 def test_interpolation() -> None:
     plain, factor = RotaryPositionEmbedding(8), RotaryPositionEmbedding(8, seq_len_interpolation_factor=4)
     torch.testing.assert_close(factor(9), plain(9) / 4)
@@ -154,17 +149,6 @@ def test_interpolation_follows_the_end_of_the_sequence() -> None:
         torch.testing.assert_close(whole, plain(end) * min(1 / 2, 8 / end))
         for start in (0, 1, end // 2, end - 1):
             assert torch.equal(dynamic(end - start, offset=start), whole[start:])
-
-
-def test_scores_depend_on_distance_alone() -> None:
-    freqs = RotaryPositionEmbedding(16)(100)
-    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
-
-    def score(i: int, j: int) -> Tensor:
-        turned = [apply_rotary_pos_emb(x, freqs[p : p + 1], "bshd") for x, p in zip((q, k), (i, j), strict=True)]
-        return (turned[0] * turned[1]).sum()
-
-    torch.testing.assert_close(score(7, 3), score(97, 93), rtol=1e-4, atol=1e-4)
 
 
 def test_angles_stay_fp32_and_follow_the_device() -> None:

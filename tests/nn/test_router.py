@@ -21,7 +21,7 @@ from minifloat.functional.router import multiply_in_fp32
 from minifloat.nn import TopKRouter
 from minifloat.parallel.data_parallel import data_parallel
 from tests.helpers.distributed_pool import Pools, process_group
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_pair, each_twice, first_by_default
 
 H = 12
 LOSSES: dict[str, Any] = {"aux_loss_coefficient": 0.25, "z_loss_coefficient": 0.125}
@@ -210,28 +210,6 @@ def test_loss_is_that_of_transformers_by_k() -> None:
 # ---- losses ----
 
 
-def test_loss_of_balance_and_of_collapse() -> None:
-    """1 and E / k, for any function of scores that is sure of itself."""
-    x = torch.eye(8)
-    for options in ({}, {"score_function": "sigmoid"}):
-        router = TopKRouter(8, 8, 1, aux_loss_coefficient=1.0, **options)  # type: ignore[arg-type]
-        with torch.no_grad():
-            router.weight.copy_(80 * torch.eye(8) - 40)
-        assert router(x).loss.item() == pytest.approx(1)
-        assert router(x[:1].expand(8, 8)).loss.item() == pytest.approx(8)
-
-
-@pytest.mark.parametrize("options", [{}, {"token_mask": torch.zeros(0, dtype=torch.bool)}])
-def test_no_tokens(options: dict[str, Any]) -> None:
-    router = made(expert_bias_rate=0.5, **LOSSES)
-    x = torch.zeros(0, H, requires_grad=True)
-    probabilities, indices, loss = router(x, **options)
-    assert probabilities.shape == indices.shape == (0, 2) and loss.item() == 0
-    (probabilities.sum() + loss).backward()
-    assert router.weight.grad is not None and not router.weight.grad.any()
-    router.update_expert_bias()
-
-
 # ---- the choice ----
 
 
@@ -241,14 +219,6 @@ def test_ties_go_to_the_first_experts(device: torch.device) -> None:
         with torch.no_grad():
             router.weight.zero_()
         assert router(torch.randn(300, H, device=device)).indices.eq(torch.arange(4, device=device)).all()
-
-
-def test_all_experts_are_chosen() -> None:
-    router = made(5, 5)
-    probabilities, indices, _ = router(torch.randn(9, H))
-    assert indices.sort().values.eq(torch.arange(5)).all()
-    torch.testing.assert_close(probabilities.sum(1), torch.ones(9))
-    assert (probabilities.diff() <= 0).all()
 
 
 def test_groups_bound_the_choice() -> None:
@@ -360,25 +330,6 @@ def test_the_bias_of_the_choice_stays_fp32() -> None:
     assert router.expert_bias.dtype == torch.float32
 
 
-def test_meta_and_later_memory() -> None:
-    router = made(expert_bias_rate=0.5, bias=True)
-    on_meta = TopKRouter(H, 8, 2, expert_bias_rate=0.5, bias=True, device="meta")
-    assert on_meta(torch.empty(3, H, device="meta")).indices.shape == (3, 2)
-    with pytest.raises(ValueError, match=r"TopKRouter\(12, 8, 2\): the parameters are on the meta device"):
-        on_meta(torch.zeros(3, H))
-    x = torch.randn(5, H)
-    for way in ("assign", "to_empty", "reset"):
-        later = TopKRouter(H, 8, 2, expert_bias_rate=0.5, bias=True, device="meta")
-        if way != "assign":
-            later = later.to_empty(device="cpu")
-        if way == "reset":
-            later.reset_parameters()
-            assert later.expert_bias is not None and not later.expert_bias.any() and later.weight.any()
-        later.load_state_dict(router.state_dict(), assign=way == "assign")
-        assert torch.equal(later(x).indices, router(x).indices)
-        assert later.expert_counts is not None and later.expert_counts.sum() == 10
-
-
 # ---- balance without a loss ----
 
 
@@ -414,19 +365,6 @@ def test_update() -> None:
     assert not router.expert_counts.any()
     router.update_expert_bias()
     assert router.expert_bias.tolist() == [-0.25, 0, 0.25, 0.25]
-
-
-def test_updates_balance() -> None:
-    router = made(8, 2, expert_bias_rate=0.02, score_function="sigmoid")
-    router.expert_bias.zero_()  # type: ignore[union-attr]
-    x = torch.randn(512, H) + 1
-    loads = []
-    for _ in range(60):
-        router(x)
-        assert router.expert_counts is not None
-        loads.append(int(router.expert_counts.max()))
-        router.update_expert_bias()
-    assert loads[0] > 220 and loads[-1] < 160  # 128 each
 
 
 @pytest.mark.parametrize("reentrant", [True, False, None])
@@ -472,15 +410,8 @@ def test_ranks_sum_their_counts(worker_pool: Pools, wrap: str) -> None:
 # ---- compiled; nothing read by the host ----
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.slow] * (name not in ("softmax, normalized", "groups", "sigmoid of the chosen"))
-        )
-        for name in OPTIONS
-    ],
-)
+@first_by_default
+@pytest.mark.parametrize("name", sorted(OPTIONS, key=lambda name: name != "groups"))
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled(name: str) -> None:
     """In one graph for any number of tokens, counts included."""
@@ -561,12 +492,6 @@ def test_no_synchronization_on_a_gpu(options: dict[str, Any]) -> None:
 def test_mistakes(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_print_shows_what_is_set() -> None:
-    assert repr(TopKRouter(H, 8, 2)) == "TopKRouter(12, 8, top_k=2, score_function='softmax')"
-    shown = repr(TopKRouter(H, 8, 2, num_groups=4, group_top_k=2, normalize_top_k=True, score_function="sigmoid"))
-    assert "normalize_top_k=True, num_groups=4, group_top_k=2" in shown
 
 
 @pytest.mark.gpu

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear
-from minifloat.operand import Quantized
-from minifloat.ops.quantize import draw_seed
-from minifloat.quantizer import cast_all
-from minifloat.recipe import Recipe, named
+from minifloat.nn import LayerNormLinear, LayerNormMLP
+from minifloat.recipe import named
 from tests.helpers import tensor_parallel_oracle as oracle
-from tests.helpers.distributed_pool import Pools
-from tests.helpers.fused_model import assert_same, fill, run
-from tests.helpers.recipes import FUSED_RECIPES, SOME_LINEAR, batch_scales, for_each
-from tests.helpers.sample import each_once, each_pair
-from tests.helpers.tensor_parallel_oracle import Group, in_rank_order, order_bound, unshard
+from tests.helpers.fused_model import fill, run
+from tests.helpers.sample import each_pair
+from tests.helpers.tensor_parallel_oracle import Group, unshard
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BOTH = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence parallel"])
-MODES = pytest.mark.parametrize("mode", ["column", "row"])
 
 
 def modules() -> dict[str, nn.Module]:
@@ -45,46 +37,7 @@ def state(module: nn.Module) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in module.state_dict().items() if "_scaling." in key}
 
 
-def oracle_state(model: oracle.Module) -> dict[str, Tensor]:
-    linears = {"": model} if isinstance(model, oracle.Linear) else {f"{k}.": v for k, v in model.linears.items()}
-    return {
-        f"{name}{side}_scaling.{key}": getattr(history, key)
-        for name, linear in linears.items()
-        for side, history in zip(("forward", "backward"), linear.histories, strict=False)
-        for key in ("scale", "amax_history")
-    }
-
-
 # ---- One rank is the ordinary module --------------------------------------------------------------------------------
-
-
-def assert_one_rank(module: nn.Module, recipe: Recipe | None, dtype: torch.dtype, sequence: bool, mode: Any) -> None:
-    model = oracle.of(module, Group(1, sequence), recipe, mode)
-    for scale in batch_scales(recipe) if recipe is not None else (1.0,):
-        x, dy = (torch.randn(19, 24).mul(scale).to(dtype) for _ in range(2))
-        (expected,) = oracle.step(model, [x], [dy])
-        assert_same(run(module, x, dy, recipe), expected)
-        assert all(p.grad.dtype == expected[name].dtype for name, p in module.named_parameters())  # type: ignore[union-attr]
-        assert_same(state(module), oracle_state(model))
-
-
-@each_once
-@for_each(SOME_LINEAR | {"none": None})  # type: ignore[dict-item]
-@pytest.mark.parametrize(("mode", "sequence_parallel"), [("column", True), ("row", False)])
-def test_one_rank_is_a_linear(mode: Any, sequence_parallel: bool, recipe: Recipe | None) -> None:
-    module = Linear(24, 24)
-    fill(module)
-    assert_one_rank(module, recipe, BF16 if recipe is not None else FP32, sequence_parallel, mode)
-
-
-@each_once
-@for_each(FUSED_RECIPES | {"none": None})  # type: ignore[dict-item]
-@pytest.mark.parametrize("kind", modules())
-def test_one_rank_is_a_fused_module(kind: str, recipe: Recipe | None) -> None:
-    module = modules()[kind]
-    if recipe is None:
-        module = module.float()
-    assert_one_rank(module, recipe, BF16 if recipe is not None else FP32, kind != "layernorm_mlp", "column")
 
 
 # ---- Exact numbers --------------------------------------------------------------------------------------------------
@@ -188,52 +141,4 @@ def test_two_ranks_by_hand_in_rows() -> None:
 # ---- What is gathered, drawn and kept -------------------------------------------------------------------------------
 
 
-def assert_same_operands(found: Quantized, expected: Quantized) -> None:
-    for a, b in zip(found, expected, strict=True):
-        assert a is not None and b is not None and a.layout == b.layout
-        for mine, theirs in zip(a.tensors, b.tensors, strict=True):
-            assert (mine is None and theirs is None) or torch.equal(mine, theirs)  # type: ignore[arg-type]
-
-
-@each_once
-@for_each(SOME_LINEAR)
-@MODES
-def test_gathered_operands_are_those_of_the_whole(mode: Any, recipe: Recipe) -> None:
-    """Rows 3 and 16, of which the second alone would fill blocks of 16."""
-    x, dy, w = torch.randn(19, 32).bfloat16(), torch.randn(19, 32).bfloat16(), torch.randn(32, 32)
-    model = oracle.Linear(w, None, mode, Group(2, True), recipe)
-    seeds = [draw_seed(x)] * 2
-    model.rngs = {"input": seeds, "grad_output": seeds}
-    kind, gathered = ("input", x) if mode == "column" else ("grad_output", dy)
-    model.forward(by_mode(x, mode == "row", 2, [3, 16]), [3, 16])
-    model.backward(by_mode(dy, mode == "column", 2, [3, 16]))
-    assert model.gathered.keys() <= {kind}
-    if model.gathered:
-        quantizer = getattr(model.plan, kind)
-        scale = torch.ones(1)  # delayed scaling's first
-        assert_same_operands(
-            model.gathered[kind], cast_all([gathered], [quantizer], None, [seeds[0]], scales=[scale])[0]
-        )
-
-
 # ---- Sums -----------------------------------------------------------------------------------------------------------
-
-
-def reduced(rank: int, world_size: int, parts: list[Tensor]) -> Tensor:
-    total = parts[rank].clone()
-    dist.all_reduce(total)
-    return total
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32])
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_of_a_backend(size: int, dtype: torch.dtype, worker_pool: Pools) -> None:
-    """Two ranks: the bits of gloo. Three: any order, so within the bound, which is not far from what happens."""
-    parts = [(torch.randn(513) * 10 ** torch.randn(513)).to(dtype) for _ in range(size)]
-    found = same(worker_pool(size).run(reduced, parts))
-    error = (found.double() - in_rank_order(parts).double()).abs()
-    assert (error <= order_bound(parts)).all()
-    assert (order_bound(parts) > 0).all() == (size > 2)
-    backwards = in_rank_order(parts[::-1])
-    difference = (backwards.double() - in_rank_order(parts).double()).abs()
-    assert (difference <= order_bound(parts)).all() and bool(difference.any()) == (size > 2)
