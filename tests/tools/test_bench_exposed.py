@@ -24,17 +24,6 @@ def test_covered(given: list[Interval], length: float) -> None:
     assert covered(given) == length
 
 
-def test_exposures() -> None:
-    #              communication  ----    ----    --
-    #              computation      -------        -     -
-    communication = [(0.0, 4.0), (7.0, 11.0), (12.0, 14.0)]
-    computation = [(2.0, 9.0), (13.0, 14.0), (20.0, 21.0)]
-    assert exposures(communication, computation) == (21.0, 10.0, 2.0 + 2.0 + 1.0, 1.0 + 6.0)
-    assert exposures(computation, []) == (19.0, 9.0, 9.0, 10.0)
-    assert exposures([], computation) == (19.0, 0.0, 0.0, 10.0)
-    assert exposures([], []) == (0.0, 0.0, 0.0, 0.0)
-
-
 def test_exposures_are_what_a_clock_would_count() -> None:
     """Random whole numbers, beside a count of every unit of time."""
     draw = random.Random(0)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from minifloat.graphs import capture
 from minifloat.tools.bench import model, registry, run
-from minifloat.tools.bench.measure import LEAST_STEPS, Timer
-from minifloat.tools.bench.model import COMPILED, MODELS, RECIPES, STEPS, Made, Step, Training
+from minifloat.tools.bench.measure import Timer
+from minifloat.tools.bench.model import MODELS, RECIPES, STEPS, Made, Step, Training
 from tests.helpers.graph_on_cpu import GraphOnCpu
 
 CPU = torch.device("cpu")
@@ -58,13 +58,6 @@ def test_all_train_the_same_parameters_from_the_same_start(training: Training) -
         assert places == [each.data_ptr() for each in training.weights]
         assert float(step()[0]) == pytest.approx(training.first, rel=1e-3)
     assert training.first > training.last + 0.01  # something is learned that an error can be of
-
-
-def test_it_is_timed_with_weights_that_stay(training: Training) -> None:
-    assert checked(training, training.torch_model()) == pytest.approx(0, abs=1e-6)
-    before = [weight.clone() for weight in training.weights]
-    Step(training, training.torch_model())()
-    assert all(torch.equal(*pair) for pair in zip(before, training.weights, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,32 +114,6 @@ def test_a_captured_step_is_the_eager_one(monkeypatch: pytest.MonkeyPatch, recip
         errors.append(entry.error)
     assert errors[0] == errors[1]
     assert [len(call()) for _ in range(3)] == [2] * 3  # replayed
-
-
-def test_a_step_is_timed_from_idle_to_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def call() -> list[Tensor]:
-        seen.append("call")
-        return []
-
-    timer = Timer(CPU, tiny=True)
-    monkeypatch.setattr(timer, "_count", lambda call: 1)
-    monkeypatch.setattr(timer, "synchronize", lambda: seen.append("idle"))
-    found = timer.run({"a": call}, rounds=2, step=True, burst=False)
-    assert list(found.seconds) == ["sustained"] and len(found.seconds["sustained"]["a"]) == 2
-    part = ["idle", *["call"] * LEAST_STEPS, "idle"]
-    first = seen.index("call") - 1
-    assert seen[first : first + len(part)] == part and seen.count("call") == 2 * LEAST_STEPS
-
-
-@pytest.mark.slow
-def test_compiled_steps() -> None:
-    (row,) = registry.choose(["model"], "model: gpt-2")
-    result = run.run_row(row, Timer(CPU, tiny=True), run.Options(rounds=1, tiny=True))
-    compiled = [entry for entry in result.entries if "compiled" in entry.name and "torchao" not in entry.name]
-    assert len(compiled) == len(COMPILED) * (1 + len(RECIPES))
-    assert all(entry.status == "ok" for entry in compiled), result.problems
 
 
 @pytest.mark.gpu

@@ -51,14 +51,6 @@ def test_the_last_few_stay(tmp_path: Path) -> None:
     assert file_names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
-@pytest.mark.parametrize("keep", [1, 3])
-def test_as_many_stay_as_are_kept(tmp_path: Path, keep: int) -> None:
-    checkpoints = Checkpoints(tmp_path, {}, keep=keep)
-    for step in range(1, 6):
-        save(checkpoints, step)
-        assert file_names(tmp_path) == [f"step-{each:08}" for each in range(max(1, step - keep + 1), step + 1)]
-
-
 def test_leftovers_go_and_nothing_else(tmp_path: Path) -> None:
     for name in (".step-00000001.partial", ".step-mine", "step-", "notes"):
         (tmp_path / name).mkdir()

@@ -18,7 +18,7 @@ from torch import nn
 
 from minifloat.recipe import NAMES, named
 from minifloat.tools.train.checkpoint import TOKENIZER, locate
-from minifloat.tools.train.generate import Codec, draw, generate, load_model
+from minifloat.tools.train.generate import draw, generate, load_model
 from tests.helpers.checkpoint_files import change_index
 from tests.helpers.micro_training import CPU, MICRO, invoke, micro_model, save_tokenizer, write_texts
 
@@ -132,12 +132,6 @@ def test_a_checkpoint_whose_settings_were_changed_is_refused(out: Path, tmp_path
     settings = {**checkpoint.settings, "model": {**checkpoint.settings["model"], "hidden": 192}}
     with pytest.raises(ValueError, match="does not fit its own settings"):
         load_model(replace(checkpoint, settings=settings), None, CPU)
-
-
-def test_bytes_that_are_no_text_are_replaced(out: Path) -> None:
-    codec = Codec(locate(out))
-    assert codec.encode("h\u00e9") == list("h\u00e9".encode()) and codec.decode([104, 0xC3, 0xA9]) == "h\u00e9"
-    assert codec.decode([104, 0xFF, 105]) == "h\ufffdi"
 
 
 # The command

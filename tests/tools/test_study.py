@@ -23,7 +23,7 @@ from minifloat.functional import Gemm
 from minifloat.recipe import NAMES, named
 from minifloat.tools.cli import study as command
 from minifloat.tools.cli.output import claimed
-from minifloat.tools.train import data, study, study_report
+from minifloat.tools.train import data, study
 from minifloat.tools.train.loop import Metrics, Run
 from minifloat.tools.train.model import ModelConfig
 from minifloat.tools.train.study import Conditions, Job, Result
@@ -54,14 +54,6 @@ def conditions(steps: int = 4, text_name: str = "text") -> Conditions:
 )
 def test_student_t_is_that_of_the_tables(freedom: int, t: float) -> None:
     assert student_t(freedom) == pytest.approx(t, abs=5e-5)
-
-
-def test_student_t_of_another_confidence() -> None:
-    assert student_t(1, 0.5) == pytest.approx(1.0)  # the quartiles of Cauchy's distribution
-    assert student_t(2, 0.9) == pytest.approx(2.91999, abs=1e-5)
-    assert student_t(400) == pytest.approx(1.9659, abs=1e-4)
-    with pytest.raises(ValueError, match=r"0 degrees of freedom.*two seeds"):
-        student_t(0)
 
 
 def test_p_value_by_hand() -> None:
@@ -98,17 +90,6 @@ def test_verdicts() -> None:
     assert not few.passed and "too few seeds" in str(few.problem)
     better = Outcome("r", (-0.02, -0.0201, -0.0199), 0.005, 1 / 27, 1 / 27)
     assert not better.passed  # better than bf16 by more than the limit is as suspicious
-
-
-def test_one_small_gap_excuses_no_large_ones() -> None:
-    """The permutation test alone cannot tell gaps of 10 %, 10 % and 0.01 % from controls of 0.02 %."""
-    losses = {"bf16": [1.0] * 3, "a": [1.0002] * 3, "b": [0.9998, 1.00021, 1.0002], "current": [1.1, 1.1, 1.0001]}
-    *controls, recipe = outcomes(losses, "bf16", ["a", "b"], {"current": 0.005})
-    assert recipe.p_value is not None and recipe.p_value > 0.05
-    assert recipe.controls_upper == max(control.absolute.upper for control in controls)
-    assert not recipe.indistinct and not recipe.passed and recipe.verdict == "FAILED"
-    losses["current"] = [1.0002, 0.9998, 1.0002]
-    assert outcomes(losses, "bf16", ["a", "b"], {"current": 1e-5})[-1].indistinct
 
 
 # ---- Controls ----
@@ -237,14 +218,6 @@ def test_results_of_other_conditions_are_refused(tmp_path: Path) -> None:
     assert list(study.finished(wanted, conditions(), tmp_path)) == [wanted[0]]
     with pytest.raises(ValueError, match=r"bf16-0.json is of another study: steps was 4, is 5; choose another --out"):
         study.finished(wanted, conditions(5), tmp_path)
-
-
-@pytest.mark.parametrize("content", ['{"job"', "[]", "{}", "[" * 9999, '{"job": {"name": "bf16"}}', "\udcff"])
-def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str) -> None:
-    path = Job("bf16", 0).file(tmp_path)
-    path.write_text(content, errors="surrogateescape")
-    with pytest.raises(ValueError, match=r"bf16-0.json is no result of a study \(.*\); delete it"):
-        study.finished([Job("bf16", 0)], conditions(), tmp_path)
 
 
 def test_a_loss_that_is_not_finite_is_a_result(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,24 +367,6 @@ def test_a_study_that_is_not_finished_has_a_report_of_what_is(text: Path, tmp_pa
     assert json.loads(report.with_suffix(".json").read_text())["left"] == ["current with seed 0"]
 
 
-def test_a_run_without_checkpoints_stops_in_time(text: Path, tmp_path: Path) -> None:
-    job = Job("current+parameters", 0)
-    with pytest.raises(SystemExit) as ended:
-        study.work(task_of(job, 3, text, tmp_path) | {"until": 0})
-    assert ended.value.code == study.STOPPED and not job.file(tmp_path).exists() and not job.saved(tmp_path).exists()
-
-
-def test_a_run_that_crashes_is_named_and_left(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crashing(job: Job, *_: object) -> subprocess.Popen[bytes]:
-        job.log(tmp_path / "out" / "runs").write_text("out of memory")
-        return sleeper(0, 7)
-
-    monkeypatch.setattr(study, "start", crashing)
-    code, output = invoke(*micro_options(text, tmp_path / "out"))
-    assert code == 1 and "FAILED: current with seed 1 ended with code 7" in output and "out of memory" in output
-    assert "8 of 8 runs are left" in output
-
-
 def test_a_run_whose_study_is_gone_stops(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = iter([100, 100, 100, 1])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
@@ -425,39 +380,6 @@ def task_of(job: Job, steps: int, text: Path, folder: Path) -> dict[str, Any]:
     given = conditions(steps, data.load([text], least=1).fingerprint)
     return {"job": vars(job), "conditions": vars(given), "paths": [str(text)], "folder": str(folder), "device": "cpu",
             "threads": 1, "until": math.inf}  # fmt: skip
-
-
-def test_a_long_run_goes_on_from_its_last_checkpoint(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run that dies after its first checkpoint ends with the losses of one that did not, and leaves none behind."""
-    monkeypatch.setattr(study, "SAVE_EVERY", 3)
-    job, steps = Job("current", 0), 8
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for folder in (whole, broken):
-        folder.mkdir()
-    study.work(task_of(job, steps, text, whole))
-    with monkeypatch.context() as patch:
-        parents = iter([1, 1, 1, 1, 1, 2])  # gone after the fifth step
-        patch.setattr(os, "getppid", lambda: next(parents))
-        with pytest.raises(SystemExit, match="is gone"):
-            study.work(task_of(job, steps, text, broken))
-    deadline = time.monotonic() + 30  # a thread of this process, which goes on, may still be writing
-    while (names := [path.name for path in job.saved(broken).iterdir()]) != ["step-00000003"]:
-        assert time.monotonic() < deadline, names
-        time.sleep(0.01)
-    study.work(task_of(job, steps, text, broken))
-    a, b = study.read(job.file(whole)), study.read(job.file(broken))
-    assert [m.loss for m in a.run.history] == [m.loss for m in b.run.history] and len(a.run.history) == steps
-    assert a.validation() == b.validation() and a.run.gemms == b.run.gemms
-    assert not job.saved(whole).exists() and not job.saved(broken).exists()
-
-
-def test_a_changed_text_stops_a_run(text: Path, tmp_path: Path) -> None:
-    task = task_of(Job("bf16", 0), 2, text, tmp_path)
-    text.write_text(text.read_text() + "more")
-    with pytest.raises(ValueError, match="the text has changed"):
-        study.work(task)
 
 
 def test_the_threads_of_a_cpu_are_conditions(text: Path, tmp_path: Path) -> None:
@@ -478,10 +400,6 @@ def test_a_folder_of_another_process_is_refused(text: Path, tmp_path: Path) -> N
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         code, output = invoke(*micro_options(text, out))
         assert code == 2 and "cannot be written to" in output and output.count("\n") == 1
-
-
-def test_seeds_are_a_number_or_a_list() -> None:
-    assert command.chosen_seeds("3") == [0, 1, 2] and command.chosen_seeds("7,4") == [7, 4]
 
 
 def test_limits_are_by_the_bits_and_options_change_them(text: Path, tmp_path: Path) -> None:
@@ -588,14 +506,6 @@ def broken(job: Job) -> Result:
     result = made(job, 2.0)
     run = replace(result.run, history=result.run.history[:2], gemms=Counter())
     return replace(result, run=run, error=f"{job.name}: step 3 has loss nan")
-
-
-def test_gaps_over_the_steps() -> None:
-    wanted = study.jobs(["mxfp8"], [0, 1])
-    results = {job: made(job, 2.0 if job.name == "bf16" else 2.1 + 0.1 * job.seed) for job in wanted}
-    gaps = study_report.gaps_by_step(results)
-    assert set(gaps) == {"bf16-reordered", "fp32", "mxfp8"}
-    assert gaps["mxfp8"][2] == [0.0, 0.0] and gaps["mxfp8"][4] == pytest.approx([0.05, 0.1])
 
 
 # ---- The larger set ----

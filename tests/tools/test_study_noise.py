@@ -11,13 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from minifloat.recipe import named
-from minifloat.tensor import QuantizedTensor
 from minifloat.tools.train import source_text, study, study_report
 from minifloat.tools.train.data import Corpus
 from minifloat.tools.train.study import Conditions, Job
-from minifloat.tools.train.study_noise import Noise, chi_square, half_width, noise_of, seeds_for
-from minifloat.tools.train.study_variants import Variant
+from minifloat.tools.train.study_noise import chi_square, half_width, noise_of, seeds_for
 from tests.helpers.micro_training import CPU, MICRO, invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,17 +51,6 @@ def test_seeds_for_a_resolution_are_the_fewest() -> None:
     assert seeds_for(1.0, 0.001) is None
 
 
-def test_the_floor_in_words() -> None:
-    noise = Noise((0.002, -0.004, 0.001, 0.003), 2, {10: 0.0005, 20: 0.02, 30: 0.0008, 40: 0.0009})
-    assert noise.reached(0.001) == 30 and noise.reached(0.0001) is None
-    text = "\n".join(noise.describe(0.001))
-    for part in (
-        "after 40 steps the controls are 0.274% from bf16", "4 runs of 2 seeds", "the largest 0.400%",
-        "at most 0.10% from step 30 on", "these 2 seeds cannot tell 0.10%", "with 80% probability",
-    ):  # fmt: skip
-        assert part in text, text
-
-
 # ---- Text ----
 
 
@@ -89,10 +75,6 @@ def test_each_content_is_there_once_and_whole_files_are_held_out(tmp_path: Path)
     assert source_text.read(tmp_path) is None
     with pytest.raises(ValueError, match="too few to hold some out"):
         source_text.gather([tmp_path / "copies" / "none"])
-
-
-def test_roots_have_python(tmp_path: Path) -> None:
-    assert any((root / "json" / "decoder.py").exists() for root in source_text.roots())
 
 
 # ---- Variants ----
@@ -124,25 +106,6 @@ def test_a_variant_trains_in_its_formats(name: str, corpus: Corpus) -> None:
     other = study.execute(Job("bf16", 0), given(corpus), corpus, CPU)
     assert result.run.history[0].loss == pytest.approx(other.run.history[0].loss, rel=0.1)
     assert result.run.history[-1].loss != other.run.history[-1].loss
-
-
-def test_options_are_what_they_say(corpus: Corpus) -> None:
-    plain, variant = named("nvfp4"), Variant.parse("nvfp4+no-rht+no-2d")
-    assert variant.recipe == replace(plain, disable_rht=True, disable_2d_quantization=True)  # type: ignore[call-arg]
-    model = Variant.parse("current+parameters").model(MICRO, 3)
-    weights = [each for each in model.parameters() if isinstance(each, QuantizedTensor)]
-    assert len(weights) == MICRO.linears
-    start = dict(MICRO.make(named("current"), 3).named_parameters())
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, QuantizedTensor):
-            assert torch.equal(parameter.get_high_precision_init_val(), start[name].detach())
-        else:
-            assert torch.equal(parameter, start[name])
-    options = [
-        type(Variant.parse(name).optimizer(model, given(corpus).config(Job("bf16", 0)))).__module__
-        for name in ("current", "current+parameters")
-    ]
-    assert options == ["torch.optim.adamw", "minifloat.optim.master_weights"]
 
 
 def test_experts(corpus: Corpus) -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ import torch.distributed as dist
 
 from minifloat.comm.group import Group
 from minifloat.tools.cli import ranks as cli_ranks
-from minifloat.tools.cli.output import claimed
-from minifloat.tools.cli.ranks import PATIENCE, decided_by_first, minutes
+from minifloat.tools.cli.ranks import PATIENCE, decided_by_first
 from minifloat.tools.train import loop
-from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.interrupt import GRACE, PRESSED_GRACE, signals_noted
 from minifloat.tools.train.ranks import ALONE, Ranks
 from tests.helpers.micro_training import invoke, write_texts
@@ -85,20 +82,6 @@ def test_another_signal_acts_as_always(handlers: None, first: signal.Signals, se
         signal.raise_signal(second)
 
 
-def test_systemd_sends_two_signals_for_one(handlers: None) -> None:
-    with signals_noted() as came:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGHUP)
-        assert came() == signal.SIGTERM
-
-
-def test_nohup_stays(handlers: None) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with signals_noted() as came:
-        signal.raise_signal(signal.SIGHUP)
-        assert came() == 0
-
-
 # ---- the command ----
 
 
@@ -149,50 +132,6 @@ def test_a_rank_whose_launcher_dies_does_not_wait_for_others(options: tuple[obje
         wait_until(joins.exists)
         launcher.kill()
         wait_until(lambda: not runs(rank), 10)
-
-
-def use_a_store_that_is_gone() -> None:
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # at a port that was free a moment ago
-
-
-def test_a_rank_whose_launcher_died_before_it_ends_at_once(options: tuple[object, ...], tmp_path: Path) -> None:
-    """Not after the hour for which PyTorch would ask for the store."""
-    with command(tmp_path / "ranks", 2, *options, "--tp", 2, hook=use_a_store_that_is_gone) as refused:
-        for rank, process in enumerate(refused.processes):
-            process.join(20)
-            assert (
-                process.exitcode == 2 and "error: torchrun has ended: no store at localhost:" in refused.said(rank)[1]
-            )
-
-
-def abort_at_the_end_of_python() -> None:
-    """As gloo does every so often, where processes that were connected end in order."""
-    Finalize(None, os.abort, exitpriority=0)
-
-
-def test_a_users_mistake_is_not_followed_by_an_abort(options: tuple[object, ...], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    asked = (*options, "--tp", 2, "--steps", 2, "--out", out)
-    with claimed(out), command(tmp_path / "ranks", 2, *asked, hook=abort_at_the_end_of_python) as refused:
-        for rank, process in enumerate(refused.processes):
-            process.join(20)
-            assert process.exitcode == 2 and "error: another process trains in" in refused.said(rank)[1]
-
-
-def lose_all_output() -> None:
-    """As `| head -1` and `> /dev/full` do it."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.dup2(writer, 1)
-    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-
-
-def test_output_that_is_lost_does_not_end_a_training(options: tuple[object, ...], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with command(tmp_path / "rank", 1, *options, "--steps", 3, "--out", out, hook=lose_all_output) as started:
-        assert started.wait() == [0]
-    assert (out / "metrics.jsonl").read_text().count("\n") == 3
-    assert "**passed**" in (out / "report.md").read_text() and latest(out / "checkpoints" / "bf16") is not None
 
 
 def hang_in_the_third_step() -> None:
@@ -261,12 +200,6 @@ def test_the_first_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
             decided_by_first(decide, rank)
 
 
-@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e18])
-def test_a_timeout_is_a_number_of_minutes(value: float) -> None:
-    with pytest.raises(ValueError, match=r"--timeout is .* minutes; choose more than 0 and at most 10080"):
-        minutes(value)
-
-
 # ---- torchrun ----
 
 # Ranks of a model whose heads two can share; they train until they are told to stop.
@@ -316,26 +249,3 @@ def test_ranks_that_start_end_with_torchrun(options: tuple[object, ...], tmp_pat
         for process in filter(runs, (*ranks, job.pid)):
             os.kill(process, signal.SIGKILL)
         job.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGTERM to all", "SIGKILL to torchrun"])
-def test_what_ends_a_job_of_torchrun_saves_it(options: tuple[object, ...], tmp_path: Path, how: str) -> None:
-    out, ranks = tmp_path / "out", list[int]()
-    job = torchrun(*options, "--tp", 2, "--steps", 100_000, "--out", out)
-    try:
-        wait_until(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text().count("\n") > 2)
-        ranks = children_of(job.pid)  # in sessions of their own
-        assert len(ranks) == 2
-        if how == "SIGTERM to all":
-            for process in (*ranks, job.pid):
-                os.kill(process, signal.SIGTERM)
-        else:
-            job.kill()
-        wait_until(lambda: job.poll() is not None and not any(map(runs, ranks)))
-    finally:
-        for process in filter(runs, (*ranks, job.pid)):
-            os.kill(process, signal.SIGKILL)
-        job.wait()
-    saved = latest(out / "checkpoints" / "bf16")
-    assert saved is not None and saved.step > 2

@@ -12,7 +12,7 @@ import torch
 
 from minifloat import Linear, MXFP8BlockScaling
 from minifloat.recipe import named
-from minifloat.tools.train.checkpoint import Checkpoint, locate
+from minifloat.tools.train.checkpoint import locate
 from minifloat.tools.train.hf import HuggingFace
 from tests.helpers.micro_training import invoke, write_texts
 
@@ -96,15 +96,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, change: dict[str, Any
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "tf_model.h5"])
-def test_weights_in_other_files_are_not_passed_over(tmp_path: Path, name: str) -> None:
-    tiny_config().save_pretrained(tmp_path)
-    (tmp_path / name).write_bytes(b"weights")
-    with pytest.raises(ValueError, match=f"--hf: .* has weights in {name}, and only safetensors are read; .*convert"):
-        HuggingFace.read(tmp_path)
-    assert HuggingFace.read(tmp_path / "config.json").weights is None
-
-
 def test_what_is_not_causal_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 256}
     transformers.BertConfig(**sizes, num_hidden_layers=3).save_pretrained(tmp_path)
@@ -131,24 +122,6 @@ def test_weights_that_do_not_load_end_with_a_message(options: tuple[object, ...]
         message = "down_proj.weight is [256, 256] there, and [256, 512] by config.json"
     code, said = invoke(*options, "--recipe", "bf16", "--steps", 1, "--out", tmp_path / "out", "--hf", folder)
     assert code == 2 and "error: --hf: the weights in " in said and message in said, said
-
-
-def test_settings_survive_an_update_of_transformers(tmp_path: Path) -> None:
-    """Of the library's own fields none is compared, of the file's those that make the model."""
-    file, values = tmp_path / "config.json", json.loads(tiny_config().to_json_string())
-    read = []
-    for change in (
-        {},
-        {"transformers_version": "9.9", "architectures": ["X"], "id2label": {"0": "a"}},
-        {"head_dim": 32},
-    ):
-        file.write_text(json.dumps(values | change))
-        read.append(HuggingFace.read(file))
-    first, updated, changed = (each.settings() for each in read)
-    assert first == updated != changed and first["transformers"]["hidden_size"] == 256
-    saved = Checkpoint(tmp_path, 1, {"model": first}, {}, {})
-    assert saved.difference({"model": updated}) is None
-    assert saved.difference({"model": changed}) == "--hf head_dim 64, this command has 32"
 
 
 @pytest.mark.parametrize(

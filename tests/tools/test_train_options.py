@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from minifloat.tools.cli.sizes import OwnSizes
 from minifloat.tools.train.checkpoint import locate
 from minifloat.tools.train.loop import TrainConfig
 from minifloat.tools.train.model import MODELS, ModelConfig
@@ -61,15 +60,6 @@ def test_another_run_starts_from_weights(options: tuple[object, ...], tmp_path: 
     assert code == 0 and "another run" not in said and written(same)[:2] == written(first)
 
 
-def test_sizes_of_ones_own(options: tuple[object, ...], tmp_path: Path) -> None:
-    out, own = tmp_path / "out", ("--layers", 1, "--hidden", 64, "--heads", 4, "--context", 32)
-    code, said = invoke(*options, *own, "--steps", 1, "--out", out)
-    assert code == 0, said
-    assert locate(out).settings["model"] == ModelConfig(64, 1, 4, 2, 192, 32).settings()
-    code, said = invoke("generate", out, "--tokens", 2, "--device", "cpu")
-    assert code == 0, said
-
-
 def test_a_mixture_of_experts(options: tuple[object, ...], tmp_path: Path) -> None:
     """Trains, goes on, generates, and says how its choices are balanced."""
     out, own = tmp_path / "out", ("--experts", 4, "--top-k", 2, "--recipe", "current")
@@ -98,19 +88,6 @@ def test_experts_that_cannot_be(
 ) -> None:
     code, said = invoke(*options, *wrong, "--steps", 1, "--out", tmp_path / "out")
     assert code == 2 and message in " ".join(said.split())
-
-
-@pytest.mark.parametrize(
-    "own, expected",
-    [
-        (OwnSizes(), MODELS["base"]),
-        (OwnSizes(heads=8, hidden=512), ModelConfig(512, 16, 8, 2, 1536, 1024)),
-        (OwnSizes(heads=5, hidden=80), ModelConfig(80, 16, 5, 1, 240, 1024)),
-        (OwnSizes(kv_heads=12, mlp_hidden=1024), ModelConfig(768, 16, 12, 12, 1024, 1024)),
-    ],
-)
-def test_ratios_of_the_named_model_stay(own: OwnSizes, expected: ModelConfig) -> None:
-    assert own.of(MODELS["base"]) == expected
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from minifloat.tools.train.data import Batches
 from minifloat.tools.train.loop import TrainConfig
 from minifloat.tools.train.model import MODELS
 from minifloat.tools.train.state import read_history
-from tests.helpers.micro_training import MICRO, invoke, write_texts
+from tests.helpers.micro_training import invoke, write_texts
 from tests.helpers.train_on_ranks import SIZES, command, of_torchrun
 
 
@@ -77,17 +77,6 @@ def test_the_command_is_stopped_and_goes_on(options: tuple[object, ...], tmp_pat
     assert parameters.findall(report) == parameters.findall((tmp_path / "alone" / "report.md").read_text())
     code, text = invoke("generate", out, "--tokens", 3, "--temperature", 0, "--prompt", "the ", "--device", "cpu")
     assert code == 0 and text.startswith("the ")
-
-
-def test_experts_are_sharded_too(options: tuple[object, ...], tmp_path: Path) -> None:
-    """Two ranks train a mixture of experts as one does: the router's loss is the mean of theirs."""
-    out, more = tmp_path / "out", ("--recipe", "mxfp8", "--steps", 3, "--experts", 4)
-    with command(tmp_path / "a", 2, *options, *more, "--fsdp", "--out", out) as finished:
-        assert finished.wait() == [0, 0], finished.said()
-    code, text = invoke(*options, *more, "--out", tmp_path / "alone")
-    assert code == 0, text
-    losses, expected = ([record["loss"] for record in written(each)] for each in (out, tmp_path / "alone"))
-    assert len(losses) == 3 and losses == pytest.approx(expected, rel=0.01)
 
 
 def test_the_command_goes_on_on_one_rank(options: tuple[object, ...], tmp_path: Path) -> None:
@@ -150,19 +139,6 @@ def test_a_rank_that_dies_ends_the_command(options: tuple[object, ...], tmp_path
     assert not (out / "report.md").exists()
 
 
-def test_a_resumed_command_with_a_failed_check(options: tuple[object, ...], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    more = ("--steps", 2, "--tp", 2, "--out", out)
-    with command(tmp_path / "first", 2, *options, *more) as first:
-        assert first.wait() == [0, 0], first.said()
-    with command(tmp_path / "second", 2, *options, *more, "--resume", "--against", "bf16", "--max-gap", 1e-9) as second:
-        assert second.wait() == [1, 1]
-    errors = second.said(0)[1] + second.said(1)[1]
-    assert errors.count("FAILED: current: the final validation loss") == 1  # said once
-    assert "barrier" not in errors  # no rank waits for another
-    assert "torchrun --nproc-per-node 2" in (out / "report.md").read_text()
-
-
 @pytest.mark.parametrize(
     "started, tp, fsdp, etp, message",
     [
@@ -197,11 +173,6 @@ def test_a_context_that_ranks_cannot_split_is_a_users_mistake(options: tuple[obj
             said = refused.said(rank)[1]
             assert process.exitcode == 2 and "error: 1 tokens in a sequence are too few" in said
             assert "Traceback" not in said
-
-
-def test_heads_that_ranks_cannot_share_are_a_users_mistake() -> None:
-    with pytest.raises(ValueError, match=r"2 query and 1 key/value heads .* 2 ranks; choose a --tp that divides 1"):
-        MICRO.check_ranks(2)
 
 
 def test_mistakes_end_with_a_message(options: tuple[object, ...], tmp_path: Path) -> None:

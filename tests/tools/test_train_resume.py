@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -19,12 +18,11 @@ import pytest
 import torch
 
 from minifloat.recipe import NAMES
-from minifloat.tools.cli.output import MetricsFile
 from minifloat.tools.cli.resume import resume_command
-from minifloat.tools.train import checkpoint_writer, loop, report
+from minifloat.tools.train import checkpoint_writer, loop
 from minifloat.tools.train.checkpoint import Checkpoint, CheckpointError, complete, latest, locate
 from minifloat.tools.train.loop import Interrupted, Metrics, NonFiniteError, Run
-from minifloat.tools.train.state import TrainState, history_tensor, own_random_numbers, read_history
+from minifloat.tools.train.state import TrainState, own_random_numbers, read_history
 from tests.helpers.children import children
 from tests.helpers.micro_training import (
     invoke,
@@ -102,17 +100,6 @@ def test_all_random_numbers_of_a_run_come_from_its_seed(tmp_path: Path) -> None:
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
-def test_history_is_exact() -> None:
-    history = [Metrics(1, 0.1, 1 / 3, 1e-3, 0.2, 7.7), Metrics(2, math.pi, 5e-324, 1e-3, 0.2, 7.7, 2 / 3)]
-    assert read_history(history_tensor(history)) == history
-    assert read_history(history_tensor([])) == [] and history_tensor([]).shape == (0, 8)
-    experts = [Metrics(1, 0.1, 1 / 3, 1e-3, 0.2, 7.7, None, 1.25)]
-    assert read_history(history_tensor(experts)) == experts
-    assert read_history(history_tensor(history)[:, :7]) == history  # as the first checkpoints had it
-    with pytest.raises(ValueError, match="a history has 6 columns"):
-        read_history(history_tensor(history)[:, :6])
-
-
 # Numbers that are not finite
 
 
@@ -145,20 +132,6 @@ def test_a_layer_that_overflows_is_named_and_the_state_before_it_saved(
     assert losses(train_and_save(tmp_path / "broken", recipe, STEPS, every=None)) == losses(whole)
 
 
-def test_a_gradient_that_overflows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = micro_model("current")
-    broken.blocks[0].layernorm_mlp.fc1.weight.register_hook(lambda gradient: gradient * math.inf)
-    monkeypatch.setattr("tests.helpers.micro_training.micro_model", lambda _: broken)
-    before = {name: tensor.clone() for name, tensor in broken.state_dict().items()}
-    with pytest.raises(
-        NonFiniteError, match=r"step 1 has loss \d.* norm inf: the gradient of blocks.0.layernorm_mlp.fc1.weight is"
-    ):
-        train_and_save(tmp_path, "current", 2)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in broken.state_dict().items())
-    assert all(parameter.grad is None for parameter in broken.parameters())
-    assert not list(tmp_path.iterdir())
-
-
 def test_parameters_that_are_not_finite_are_named_and_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,15 +145,6 @@ def test_parameters_that_are_not_finite_are_named_and_not_saved(
     message = r"step 3 .*output of blocks.0.layernorm_mlp.fc2 is the first .* finite, for its weight is not; nothing is"
     with pytest.raises(NonFiniteError, match=message):
         train_and_save(tmp_path, None, 4, every=None, observe=poison)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_validation_loss_that_is_not_finite_stops_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = micro_model()
-    broken.norm.register_forward_hook(lambda module, _, output: output if module.training else output * math.inf)
-    monkeypatch.setattr("tests.helpers.micro_training.micro_model", lambda _: broken)
-    with pytest.raises(NonFiniteError, match=r"bf16: after step 2 the validation loss is nan: the output of norm is"):
-        train_and_save(tmp_path, None, 4, every=None)
     assert not list(tmp_path.iterdir())
 
 
@@ -336,42 +300,6 @@ def test_a_resume_that_fails_takes_nothing_away(
     assert invoke(*command, "--out", out, "--resume")[0] == 0 and written(out) == history
 
 
-def test_a_report_on_a_full_disk_is_written_later(
-    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(report, "plot", full)
-    options = "--model micro --steps 1 --batch-size 1 --device cpu --recipe bf16"
-    short = [*command[:2], *options.split()]
-    code, output = invoke(*short, "--out", tmp_path / "out")
-    assert code == 2 and f"the report cannot be written to {tmp_path / 'out'}: " in output and "--resume" in output
-    monkeypatch.undo()
-    assert invoke(*short, "--out", tmp_path / "out", "--resume")[0] == 0
-    monkeypatch.setattr(MetricsFile, "_replace", full)
-    code, output = invoke(*short, "--out", tmp_path / "out", "--resume")
-    assert code == 1 and "metrics.jsonl cannot be written: " in output and len(written(tmp_path / "out")) == 1
-
-
-def test_metrics_of_other_runs_stay_until_their_turn(tmp_path: Path) -> None:
-    path, step = tmp_path / "metrics.jsonl", Metrics(1, 0.5, 0.1, 1e-3, 0.2, 7.7)
-    lines = [json.dumps({"run": name, "old": True}) for name in ("a", "b", "gone")]
-    path.write_text("\n".join([*lines, "[" * 9999, '{"run": ["a"]}', '"a"', '{"run": "b", "ol']))
-    file = MetricsFile(path, ("a", "b"))
-    assert path.read_text().startswith(lines[0])
-    for name, runs in (("a", ["b", "a"]), ("a", ["b", "a", "a"]), ("b", ["a", "a", "b"])):
-        file.write(name, step)
-        assert [json.loads(line)["run"] for line in path.read_text().splitlines()] == runs
-    assert files_of(tmp_path) == ["metrics.jsonl"]
-
-
-def test_resume_command_keeps_all_but_where_it_came_from() -> None:
-    given = ["train", "my text", "--out", "a", "--resume-from=b", "--steps", "3", "--resume-from", "c", "--resume"]
-    assert resume_command(given, Path("o")) == "minifloat train 'my text' --steps 3 --out o --resume"
-    assert resume_command(["train", "--out=a"], Path("o")) == "minifloat train --out o --resume"
-
-
 def test_resume_command_starts_what_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     module = f"{sys.executable} -m minifloat"
@@ -392,12 +320,6 @@ def test_tensorboard_has_the_whole_history(command: list[object], tmp_path: Path
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(expected)
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 7))
     assert [event.step for event in events.Scalars("validation_loss")] == list(range(1, 7))
-
-
-def test_tensorboard_missing(command: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    code, output = invoke(*command, "--tensorboard")
-    assert code == 2 and output.rstrip().endswith("get it with: pip install tensorboard")
 
 
 # Processes that die

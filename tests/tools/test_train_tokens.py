@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minifloat.tools.train import data, tokens
-from minifloat.tools.train.checkpoint import TOKENIZER, locate
+from minifloat.tools.train.checkpoint import locate
 from tests.helpers.micro_training import TEXTS, invoke, save_tokenizer, write_texts
 
 TOKENS = [(7 * i * i + i // 5) % 1000 for i in range(4000)]
@@ -147,18 +147,6 @@ def test_text_is_encoded_and_split(tmp_path: Path, tokenizer: Path) -> None:
     assert corpus.validation.tolist() == expected[chunk * 19 : chunk * 20]
     other = data.load([tmp_path], least=65)
     assert other.fingerprint != corpus.fingerprint == data.load([tmp_path], least=65, tokenizer=tokenizer).fingerprint
-
-
-def test_train_with_a_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "text").mkdir()
-    code, output = invoke(
-        "train", write_texts(tmp_path / "text"), "--tokenizer", tokenizer, "--model", "micro", "--steps", 2,
-        "--batch-size", 2, "--device", "cpu", "--out", tmp_path / "out",
-    )  # fmt: skip
-    assert code == 0 and "nats/token" in output, output
-    saved = locate(tmp_path / "out")
-    assert (saved.path / TOKENIZER).read_bytes() == tokenizer.read_bytes()
-    assert saved.settings["model"]["vocabulary"] == tokens.load_tokenizer(tokenizer).get_vocab_size()
 
 
 def test_mistakes_with_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
