@@ -12,13 +12,6 @@ import torch.distributed as dist
 from tests.helpers.distributed_pool import Pools, RankDiedError, on_ranks
 
 
-class AwkwardError(Exception):
-    """Pickles, but cannot be unpickled."""
-
-    def __init__(self, layer: str, number: int) -> None:
-        super().__init__(f"{layer}: {number}")
-
-
 def summed(rank: int, world_size: int, start: int) -> int:
     total = torch.tensor(start + rank)
     dist.all_reduce(total)
@@ -29,20 +22,8 @@ def process(rank: int, world_size: int) -> tuple[int, int, int]:
     return rank, os.getpid(), torch.get_num_threads()
 
 
-def drawn(rank: int, world_size: int) -> torch.Tensor:
-    return torch.rand(3)
-
-
 def refused(rank: int, world_size: int) -> None:
     raise ValueError(f"refused by {rank}")
-
-
-def awkward(rank: int, world_size: int) -> None:
-    raise AwkwardError("fc1", 7)
-
-
-def unsendable(rank: int, world_size: int) -> object:
-    return lambda: rank
 
 
 def refused_by_last(rank: int, world_size: int) -> int:
@@ -61,18 +42,6 @@ def asleep(rank: int, world_size: int) -> None:
     time.sleep(60)
 
 
-def test_processes_stay_and_have_one_thread(worker_pool: Pools) -> None:
-    first, second = worker_pool(2).run(process), worker_pool(2).run(process)
-    assert first == second
-    assert [rank for rank, _, _ in first] == [0, 1] and [threads for _, _, threads in first] == [1, 1]
-    assert len({os.getpid(), *(pid for _, pid, _ in first)}) == 3
-
-
-def test_every_run_has_the_same_seed(worker_pool: Pools) -> None:
-    once, again = worker_pool(2).run(drawn), worker_pool(2).run(drawn)
-    assert once[0].equal(once[1]) and once[0].equal(again[0])
-
-
 def test_exception_names_rank_and_place(worker_pool: Pools) -> None:
     pids = worker_pool(2).run(process)
     with pytest.raises(ValueError, match=r"refused by [01]") as caught:
@@ -80,13 +49,6 @@ def test_exception_names_rank_and_place(worker_pool: Pools) -> None:
     (note,) = caught.value.__notes__
     assert note.startswith("on rank ") and "test_distributed_pool.py" in note and "in refused" in note
     assert worker_pool(2).run(process) == pids  # all ranks raised alike: they are still in step
-
-
-def test_exception_that_does_not_pickle(worker_pool: Pools) -> None:
-    with pytest.raises(RuntimeError, match="AwkwardError: fc1: 7"):
-        worker_pool(2).run(awkward)
-    with pytest.raises(Exception, match="pickle"):
-        worker_pool(2).run(unsendable)
 
 
 def test_exception_of_one_rank(worker_pool: Pools) -> None:
