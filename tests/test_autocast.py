@@ -127,20 +127,6 @@ def test_default_recipe_of_a_gpu(capability: tuple[int, int], recipe: Recipe, mo
     assert get_default_recipe() == recipe
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"enabled": "no"}, TypeError),
-        ({"calibrating": 1}, TypeError),
-        ({"amax_reduction_group": "world"}, TypeError),
-    ],
-)
-def test_options_of_wrong_types(options: dict[str, Any], error: type[Exception]) -> None:
-    """Text where a bool belongs would be True."""
-    with pytest.raises(error, match=f"autocast: {next(iter(options))} is"):
-        autocast(**options)
-
-
 def test_contexts_that_are_left_in_another_order() -> None:
     """The recipe of the wrong one would be in force afterwards."""
     outer, inner = autocast(recipe="current"), autocast(recipe="mxfp8")
@@ -161,27 +147,6 @@ def test_what_is_no_recipe(recipe: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="delayed, current"):
         autocast(recipe=recipe)
     assert current() is None
-
-
-def test_threads_have_their_own_contexts() -> None:
-    entered, looked = threading.Event(), threading.Event()
-    seen: dict[str, object] = {}
-
-    def other() -> None:
-        entered.wait(10)
-        seen["outside"] = current()
-        with autocast(recipe="mxfp8") as mine:
-            seen["inside"] = current() is mine
-        looked.set()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    with autocast(recipe="block") as context:
-        entered.set()
-        assert looked.wait(10)
-        assert current() is context
-    thread.join()
-    assert seen == {"outside": None, "inside": True}
 
 
 def test_two_threads_take_turns_in_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,26 +462,6 @@ def test_a_layer_called_twice_in_a_region(own: bool, chained: bool) -> None:
         state.check(layer)
 
 
-def test_two_regions_before_two_backwards() -> None:
-    """Each region updates at its end and each backward at its own, in the order in which they run (pipelining)."""
-    model = TwoLayers()
-    for round_ in range(2):
-        outputs, grads = [], []
-        for step in (2 * round_, 2 * round_ + 1):
-            with autocast(recipe=DELAYED):
-                outputs.append(model(batch(step)))
-            model.expect_forward()
-            model.expect_update("forward")
-            model.check()
-            grads.append((model.hidden, model.out))
-        for i in (1, 0):
-            outputs[i].square().sum().backward()
-            model.hidden, model.out = grads[i]
-            model.expect_backward()
-            model.expect_update("backward")
-            model.check()
-
-
 SCHEDULES = {
     "accumulation over regions": "(A)a(B)b(C)c",
     "last first": "(ABC)cba(D)d",
@@ -697,25 +642,6 @@ def test_nested_regions_update_at_the_outermost_end() -> None:
     model.check()
 
 
-def test_a_region_inside_a_backward_is_not_disturbed() -> None:
-    """A new region may be open while the last one's backward runs."""
-    model = TwoLayers()
-    with autocast(recipe=DELAYED):
-        y = model(batch(0))
-    model.expect_forward()
-    model.expect_update("forward")
-    hidden, out = model.hidden, model.out
-    with autocast(recipe=DELAYED):
-        with torch.no_grad():
-            model(batch(3))
-        y.square().sum().backward()
-        model.hidden, model.out = hidden, out
-        model.expect_backward()
-        model.expect_update("backward")
-        model.check()
-    model.check()
-
-
 def test_an_exception_skips_the_update() -> None:
     """A step that failed leaves scales and histories; the next one is as if it had not been."""
     model = TwoLayers()
@@ -842,25 +768,6 @@ def test_two_regions_in_one_backward() -> None:
     _assert_same_state(models[0], _state_of(models[1]))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_weight_gradients_of_a_failed_backward_are_dropped(recipe: str) -> None:
-    """backward_dw computes those of the step that came after it."""
-    layer = Linear(16, 8, recipe=recipe, delay_wgrad_compute=True)
-    twin = copy.deepcopy(layer)
-    x = batch(0).requires_grad_()
-    y = layer(x)
-    x.register_hook(_raise)
-    with pytest.raises(KeyError):
-        y.sum().backward()
-    with pytest.raises(ValueError, match="no weight gradient"):
-        layer.backward_dw()
-    twin(batch(0))
-    for each in (layer, twin):
-        each(batch(1)).square().sum().backward()
-        each.backward_dw()
-    assert torch.equal(layer.weight.grad, twin.weight.grad)  # type: ignore[arg-type]
-
-
 def test_an_exception_caught_inside_does_not_skip_the_update() -> None:
     """Only what leaves the outermost context does."""
     model = TwoLayers()
@@ -944,32 +851,6 @@ def test_what_is_not_finite(value: float, compiled: bool) -> None:
     assert layer.forward_scaling.scale[0] == FORWARD_MAX / largest(batch(3))
 
 
-def test_the_gradient_norm_after_an_overflow() -> None:
-    """One step that overflows under GradScaler is forgotten by the next: its amaxes are not those of gradients."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(Linear(16, 32), torch.nn.GELU(), Linear(32, 16), torch.nn.GELU(), Linear(16, 8))
-    exact = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000)
-
-    def norm(parameters: Any) -> float:
-        return float(torch.stack([p.grad.square().sum() for p in parameters]).sum().sqrt())
-
-    for step in range(6):
-        optimizer.zero_grad()
-        with autocast(recipe=DelayedScaling()):
-            loss = model(batch(0, 32)).square().mean()
-        scaler.scale(loss * (1e-6 if step else float("inf"))).backward()
-        scaler.unscale_(optimizer)
-        found = norm(model.parameters())
-        scaler.step(optimizer)
-        scaler.update()
-        if step >= 3:
-            exact.zero_grad()
-            (exact(batch(0, 32)).square().mean() * 1e-6).backward()
-            assert abs(found / norm(exact.parameters()) - 1) < 0.05, step
-
-
 def test_zero_gradients_leave_the_state() -> None:
     """An amax of zero is no information: nothing rolls."""
     layer = Linear(16, 8, recipe=DELAYED)
@@ -979,24 +860,6 @@ def test_zero_gradients_leave_the_state() -> None:
     y.backward(torch.zeros_like(y))
     after = layer.backward_scaling.amax_history, layer.backward_scaling.scale
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
-
-
-def test_a_layer_without_gradients_to_compute() -> None:
-    """A frozen layer at the bottom records forward, and the layer above it is updated as ever."""
-    model = TwoLayers()
-    model.first.requires_grad_(False)
-    for step in range(2):
-        with autocast(recipe=DELAYED):
-            y = model.first(batch(step))
-            z = model.second(y)
-        z.retain_grad()
-        z.square().sum().backward()
-        model.states[0].record_forward(batch(step), model.first.weight)
-        model.states[1].record_forward(y, model.second.weight)
-        model.states[1].record_backward(z.grad)
-        model.states[1].update("backward")
-        model.expect_update("forward")
-        model.check()
 
 
 def test_outputs_that_stay_quantized() -> None:
@@ -1195,23 +1058,6 @@ def test_ranks_agree_outside_of_any_context(worker_pool: Pools) -> None:
     assert states[0] == states[1]
 
 
-def _two_groups(rank: int, world_size: int) -> list[list[Any]]:
-    pair, everyone = dist.new_group([0, 1]), dist.group.WORLD
-    first, second = Linear(16, 16), Linear(16, 8)
-    with counted_reductions() as calls, autocast(recipe=DELAYED, amax_reduction_group=everyone):
-        hidden = first(batch(rank))
-        with autocast(recipe=DELAYED, amax_reduction_group=pair if rank < 2 else everyone, enabled=rank < 2):
-            second(hidden)
-    assert sorted(calls) == ([(3, 2), (3, 3)] if rank < 2 else [(3, 3)])
-    return [first.forward_scaling.scale.tolist(), second.forward_scaling.scale.tolist() if rank < 2 else []]
-
-
-def test_nested_contexts_of_two_groups(worker_pool: Pools) -> None:
-    """Each layer is reduced over the group of the context around it, one reduction a group."""
-    states = worker_pool(3).run(_two_groups)
-    assert states[0] == states[1] and states[0][0] == states[2][0]
-
-
 def _two_groups_of_one_layer(rank: int, world_size: int, everyone_outside: bool) -> list[list[Any]]:
     """A layer under both: all ranks, and this one alone."""
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
@@ -1259,30 +1105,6 @@ def test_nested_contexts_of_two_groups_in_compiled_code(rank: int, world_size: i
 
     with pytest.raises(Exception, match="two amax_reduction_group in one compiled region"), autocast(recipe=DELAYED):
         torch.compile(twice, backend="aot_eager", fullgraph=True)(batch(0))
-
-
-def _two_regions(rank: int, world_size: int) -> list[list[Any]]:
-    """Two forwards, then two backwards: the reductions of the regions must pair up between ranks."""
-    model, outputs, kept = TwoLayers(), [], []
-    for step in range(2):
-        with autocast(recipe=DELAYED):
-            outputs.append(model(batch(step + 2 * rank)))
-        _expect(model, "forward", None, True)
-        kept.append((model.hidden, model.out))
-    for i in (0, 1):
-        with counted_reductions() as calls:
-            outputs[i].square().sum().backward()
-            assert calls == [(4, world_size)]
-        model.hidden, model.out = kept[i]
-        _expect(model, "backward", None, True)
-        model.check()
-    return _state(model)
-
-
-def test_ranks_agree_over_two_regions(worker_pool: Pools) -> None:
-    """Each region's backward has its own reduction."""
-    states = worker_pool(2).run(_two_regions)
-    assert states[0] == states[1]
 
 
 def _unused_layers(rank: int, world_size: int, solo: bool, differ: bool) -> list[list[Any]]:

@@ -24,7 +24,6 @@ from torch._inductor.utils import fresh_cache
 
 from minifloat.autocast import autocast
 from minifloat.formats import Format
-from minifloat.functional import count_gemms
 from minifloat.nn import LayerNormLinear, Linear, prepare
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
@@ -197,28 +196,6 @@ def test_every_recipe(name: str) -> None:
     assert bool(list(twins.model.buffers())) == (name in STATEFUL)
 
 
-@pytest.mark.parametrize("way", ["inside", pytest.param("own", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMED)
-def test_where_the_recipe_comes_from(name: str, way: Way) -> None:
-    """A recipe of the layers' own, or an autocast in the compiled function."""
-    twins = Twins(RECIPES[name], way)
-    for _ in range(3):
-        twins.step((6,))
-    assert twins.graphs() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [None, True, False])
-@pytest.mark.parametrize("way", ["own", "outside", "inside"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_whole_matrix(name: str, way: Way, dynamic: bool | None) -> None:
-    """Each recipe, from each place, with each kind of shapes, one token included."""
-    twins = Twins(RECIPES[name], way, dynamic=dynamic)
-    for shape in ((5,), (7,), (1,), (33,), (2, 3), (1, 4)):
-        twins.step(shape)
-        grads_cleared(twins)
-
-
 @pytest.mark.parametrize(
     "name", ["delayed", *[pytest.param(name, marks=pytest.mark.slow) for name in ("nvfp4", "block")]]
 )
@@ -266,32 +243,6 @@ def test_modes_flip(name: str) -> None:
         turn()
 
 
-@pytest.mark.parametrize("make", [Float8CurrentScaling, DelayedScaling])
-def test_equal_recipes_made_anew_for_each_step(make: Callable[[], Recipe]) -> None:
-    model = two_layers(None)
-    prepare(model, make())
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for _ in range(3):
-        with autocast(recipe=make()):
-            compiled(torch.randn(5, IN)).sum().backward()
-    assert Twins.graphs() == 1
-
-
-def test_contexts_that_change_inside() -> None:
-    """One layer of the compiled function under a recipe, the next in high precision."""
-    model = two_layers(None)
-
-    def run(x: Tensor) -> Tensor:
-        with autocast(recipe="current"):
-            hidden = torch.relu(model[0](x))
-            with autocast(enabled=False):
-                out: Tensor = model[2](hidden)
-        return out
-
-    x = torch.randn(5, IN)
-    assert torch.equal(run(x), torch.compile(run, fullgraph=True, backend="aot_eager")(x))
-
-
 def test_calibration() -> None:
     recipe = RECIPES["delayed"]
     eager = prepare(two_layers(None), recipe)
@@ -316,26 +267,6 @@ def test_users_algorithms() -> None:
     twins = Twins(recipe)
     for _ in range(3):
         twins.step((5,))
-
-
-@pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
-def test_layers_compiled_by_themselves(name: str) -> None:
-    """The usual way to compile a deep model, layer by layer: few graphs for all, and not one for each place in it."""
-    recipe = RECIPES[name]
-    eager = prepare(nn.Sequential(*[Linear(16, 16) for _ in range(10)]), recipe)
-    model = copy.deepcopy(eager)
-    prepare(model, recipe)
-    for layer in model:  # type: ignore[attr-defined]
-        layer.compile(fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        x, outputs = torch.randn(5, 16), []
-        for each in (eager, model):
-            with autocast(recipe=recipe):
-                outputs.append(each(x))
-            outputs[-1].sum().backward()
-        assert torch.equal(*outputs)
-        assert all(torch.equal(a, b) for a, b in zip(eager.buffers(), model.buffers(), strict=True))
-    assert Twins.graphs() <= 4
 
 
 @pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
@@ -396,26 +327,6 @@ def test_delayed_scaling_needs_prepare() -> None:
     with autocast(recipe="delayed"):
         compiled(torch.randn(5, IN)).sum().backward()
     assert model[0].forward_scaling.scale[0] != 1.0  # type: ignore[union-attr, operator, index]
-
-
-def test_eager_step_prepares() -> None:
-    """Instead of prepare, one step without compilation."""
-    model = two_layers(None)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for run in (model, compiled):
-        with autocast(recipe="delayed"):
-            run(torch.randn(5, IN)).sum().backward()
-
-
-def test_compiled_layers_count_their_gemms() -> None:
-    compiled = torch.compile(two_layers(RECIPES["mxfp8"]), fullgraph=True, backend="aot_eager")
-    x = torch.randn(4, IN, requires_grad=True)
-    compiled(x).sum().backward()
-    with count_gemms() as counts:
-        compiled(x).sum().backward()
-    assert {(g.gemm, g.a, g.b): n for g, n in counts.items()} == {
-        (gemm, *pair): 2 for gemm, pair in RECIPES["mxfp8"].expected_gemms().items()
-    }
 
 
 @pytest.mark.parametrize("make", [Linear, LayerNormLinear])

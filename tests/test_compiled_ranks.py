@@ -18,6 +18,7 @@ from minifloat.recipe import DelayedScaling
 from tests.helpers.compiled import Pair, graphs
 from tests.helpers.compiled import compiled as compile_whole
 from tests.helpers.distributed_pool import Pools, on_ranks
+from tests.helpers.sample import first_by_default
 
 RECIPE = DelayedScaling(amax_history_len=2, reduce_amax=True)
 
@@ -58,6 +59,7 @@ def both(rank: int, size: int, way: str, subgroup: bool) -> list[Tensor]:
     return list(model.buffers())
 
 
+@first_by_default
 @pytest.mark.parametrize("way", ["own", "outside", "inside"])
 def test_compiled_delayed_scaling(way: str, worker_pool: Pools) -> None:
     """Outputs, gradients and histories of both directions and of all layers, also over a group that was asked for."""
@@ -75,6 +77,7 @@ def fresh() -> None:
     torch.manual_seed(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_groups_change(rank: int, size: int, recipe: str) -> None:
@@ -97,6 +100,7 @@ def test_groups_change(rank: int, size: int, recipe: str) -> None:
     assert graphs() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_amax_groups_made_anew(rank: int, size: int, way: str) -> None:
@@ -133,6 +137,7 @@ def named(rank: int, size: int, sequence_parallel: bool) -> int:
     return graphs()
 
 
+@first_by_default
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_layers_of_any_names_compile_once(sequence_parallel: bool, worker_pool: Pools) -> None:
     assert worker_pool(2).run(named, sequence_parallel) == [1, 1]
@@ -150,6 +155,7 @@ def different(rank: int, size: int, mode: Mode, recipes: tuple[str, str], run_co
     assert run(x).isfinite().all()
 
 
+@first_by_default
 @pytest.mark.parametrize(
     "case", [("column", "rowwise", False), ("column", "mxfp8", True), ("row", "none", False)], ids=str
 )

@@ -320,18 +320,6 @@ def test_saved_tensors_read_outside_of_backward() -> None:
     assert_same(*results)
 
 
-@pytest.mark.parametrize("way", [plain, ours, reentrant])
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-@pytest.mark.filterwarnings("ignore:None of the inputs")
-def test_evaluation_changes_nothing(context: Callable[[], Any], way: Way) -> None:
-    model, _ = twins(RECIPES["delayed"], own=True)
-    run_model(model, batch(0), without).sum().backward()
-    before = [buffer.clone() for buffer in model.buffers()]
-    with context():
-        assert torch.equal(run_model(model, batch(1), way), run_model(model, batch(1), without))
-    assert_same(before, list(model.buffers()))
-
-
 @pytest.mark.parametrize("way", [ours, with_contexts, plain])
 def test_calibration_counts_once(way: Way) -> None:
     results: list[list[Any]] = []
@@ -399,16 +387,6 @@ def test_save_on_cpu(name: str) -> None:
 
 
 OFFLOADED = {"plain": offloaded_outside(plain), "reentrant": offloaded_outside(reentrant)}
-OFFLOADED_INSIDE = offloaded_inside(plain)  # where nothing is recomputed
-
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [*((name, way) for name in ("stochastic", "nvfp4") for way in OFFLOADED.values()), ("delayed", OFFLOADED_INSIDE)],
-)
-def test_save_on_cpu_and_the_checkpoint_of_torch(name: str, way: Way) -> None:
-    first, second = twins(RECIPES[name], own=True)
-    assert_same(train(first, without, order=ORDERS[1]), train(second, way, order=ORDERS[1]))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -702,20 +680,6 @@ def test_checkpoint_of_layers_with_different_recipes() -> None:
         expected(same).square().sum().backward()
         assert torch.equal(x.grad, same.grad)
     assert_same(list(model.state_dict().values()), list(expected.state_dict().values()))
-
-
-def test_reentrant_checkpoint_of_layers_with_different_recipes() -> None:
-    torch.manual_seed(0)
-    recipes = ("current", "block", "none", "mxfp8")
-    model = nn.Sequential(*(minifloat.Linear(IN, IN, recipe=recipe) for recipe in recipes))
-    expected = copy.deepcopy(model)
-    for step in range(3):
-        x, same = batch(step), batch(step)
-        reentrant(model, x).square().sum().backward()
-        expected(same).square().sum().backward()
-        assert torch.equal(x.grad, same.grad)
-    for mine, theirs in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_an_evaluation_in_between_hides_no_other_precision() -> None:

@@ -17,7 +17,7 @@ from minifloat.tensor import quantize
 from minifloat.tensor.rows import QuantizedRows, rows_of
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.distributed_pool import on_ranks
-from tests.helpers.sample import each_once, each_twice
+from tests.helpers.sample import each_once, each_twice, first_by_default
 
 RECIPES = ["current", "block", "rowwise", "mxfp8", "nvfp4", "mxfp4"]
 SHARDS = [(50, 50), (33, 67), (0, 100)]
@@ -112,6 +112,7 @@ def test_compiled(recipe: str, dynamic: bool) -> None:
         assert_same_bits(parameter.grad, plain.grad)
 
 
+@first_by_default
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "block", "nvfp4"])
 @on_ranks(2)
 def test_written_in_compiled_code(rank: int, size: int, recipe: str) -> None:

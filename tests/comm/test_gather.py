@@ -58,13 +58,6 @@ def test_gathered_shards_are_the_quantized_whole(worker_pool: Pools, size: int) 
     run_property(worker_pool, size, 7, 10)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_gathered_shards_are_the_quantized_whole_10000(worker_pool: Pools, size: int) -> None:
-    run_property(worker_pool, size, 125, 20)
-
-
 CORNERS = [
     example((1, 0), STRIPS), example((0, 0), PLAIN, HADAMARD), example((0, 5), TILES),
     example((127, 129), STRIPS), example((128, 128), TILES), example((1, 1), PLAIN, HADAMARD),

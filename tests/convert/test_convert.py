@@ -224,21 +224,6 @@ def test_head_stays_in_bf16_inside_autocast() -> None:
         assert identity == ["fprop"] * (head is Linear)
 
 
-def test_print_shows_the_recipe() -> None:
-    model = Model()
-    small_too(model, "mxfp8", rules=[("*.gate", "current"), ("*.up", None)])
-    block = model.blocks[0]
-    assert repr(block.down) == "Linear(in_features=64, out_features=32, bias=True, recipe=MXFP8BlockScaling)"
-    assert repr(block.gate).endswith("recipe=Float8CurrentScaling)")
-    assert repr(block.up) == "Linear(in_features=32, out_features=64, bias=True, recipe=autocast)"
-    assert repr(Linear(2, 3, recipe="none")) == "Linear(in_features=2, out_features=3, bias=True, recipe=none)"
-    with minifloat.autocast(recipe="delayed"):
-        assert "recipe=DelayedScaling (autocast)" in repr(block.up)
-        assert "recipe=MXFP8BlockScaling)" in repr(model)
-    revert(model)
-    assert repr(model) == repr(Model())
-
-
 def test_warns_where_nothing_was_converted() -> None:
     """With the reasons why; not where nothing was asked for."""
     model = Model()
@@ -323,18 +308,6 @@ def test_filter_sees_modules_and_names() -> None:
     assert seen == ["project", *INSIDE, "head"] and not report.converted and report.fraction == 0
 
 
-def test_converting_again() -> None:
-    """A second conversion starts from the model as it was before the first."""
-    model = Model()
-    small_too(model, "delayed", rules=[("head", "mxfp8")])
-    report = small_too(model, "nvfp4", rules=[("*.gate", "none")])
-    assert converted(report) == [name for name in INSIDE if "gate" not in name]
-    assert type(model.head) is nn.Linear and type(model.blocks[0].gate) is nn.Linear
-    assert not any(isinstance(module, AmaxHistory) for module in model.modules())
-    revert(model)
-    assert not any(isinstance(module, Linear) for module in model.modules())
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_converting_again_keeps_histories_of_equal_recipes(own: bool) -> None:
     """A layer that gets the recipe it had goes on with its scales; one that gets another starts as new."""
@@ -376,16 +349,6 @@ def test_histories_under_autocast_outlast_a_second_conversion() -> None:
     assert model[0].forward_scaling is kept
     revert(model)
     assert list(model[0].children()) == []
-
-
-def test_part_of_a_model() -> None:
-    model = Model()
-    convert(model.blocks[0], "current", everything)
-    convert(model.blocks[1], "mxfp8", everything)
-    revert(model.blocks[0])
-    assert type(model.blocks[0].down) is nn.Linear and type(model.blocks[1].down) is Linear
-    revert(model)
-    assert type(model.blocks[1].down) is nn.Linear
 
 
 # ---- The default rule -----------------------------------------------------------------------------------------------
@@ -646,15 +609,6 @@ def test_fused_modules(recipe: str) -> None:
     plain = LayerNormMLP(16, 32)
     plain.load_state_dict(model[0].state_dict())
     assert torch.equal(model(x), plain(x)) and not torch.equal(model(x), built(x))
-
-
-def test_class_of_an_own_linear_may_change() -> None:
-    """Nothing but the recipe of a Linear of the model's own is convert's: others may change its class."""
-    layer = Linear(8, 8)
-    convert(layer, "current")
-    parametrizations.weight_norm(layer)
-    revert(layer)
-    assert layer.recipe is None and type(layer).__name__ == "ParametrizedLinear"
 
 
 def test_split_parameters_of_an_own_linear() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import minifloat
 from minifloat.convert import DefaultFilter, convert, revert
 from minifloat.functional import count_gemms
-from minifloat.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from minifloat.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.helpers.experts import IDS, NAMES, E, F, H, Loop, block, experts_only, gpt_oss, inputs, mixtral, qwen3, train
 from tests.helpers.sample import each_twice
 
@@ -240,33 +239,6 @@ def test_weights_stay_in_high_precision() -> None:
 # ---- the state of a conversion ----
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_copies(copied: Callable[[Any], Any]) -> None:
-    """A copy has parameters of its own and can be reverted."""
-    model = mixtral()
-    experts_only(model, "delayed")
-    train(model, 1)
-    twin = copied(model)
-    assert torch.equal(model(IDS).logits, twin(IDS).logits)
-    experts = twin.model.layers[0].mlp.experts
-    assert experts.down_linear.experts is experts and experts is not model.model.layers[0].mlp.experts
-    assert train(model, 2) == train(twin, 2)
-    revert(twin)
-    assert type(twin.model.layers[0].mlp.experts) is type(mixtral().model.layers[0].mlp.experts)
-
-
-def test_converting_again_keeps_histories_of_equal_recipes() -> None:
-    model = mixtral()
-    experts_only(model, DelayedScaling(margin=1))
-    train(model, 2)
-    history = model.model.layers[0].mlp.experts.down_linear.forward_scaling
-    assert history.scale.numel() == 3 * E and history.amax_history.any()
-    experts_only(model, DelayedScaling(margin=1))
-    assert model.model.layers[0].mlp.experts.down_linear.forward_scaling is history
-    experts_only(model, DelayedScaling(margin=2))
-    assert model.model.layers[0].mlp.experts.down_linear.forward_scaling is not history
-
-
 def test_checkpoints() -> None:
     """Histories are saved and loaded; those that a checkpoint lacks beside the weights start anew."""
     model, other = mixtral(), mixtral()
@@ -312,19 +284,6 @@ def test_gradient_checkpointing(make: Callable[[], Any], recipe: str, options: d
         assert torch.equal(a.grad, b.grad), name
     for a, b in zip(model.buffers(), twin.buffers(), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-def test_checkpoints_outside_of_autocast_are_refused() -> None:
-    """A recomputation that would run in high precision, after a forward that did not, raises."""
-    model = mixtral()
-    experts_only(model, None)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    with minifloat.autocast(recipe="current"):
-        loss = model(input_ids=IDS, labels=IDS).loss
-    with pytest.raises(RuntimeError, match="checkpoint_context_fn"):
-        loss.backward()
 
 
 @MODELS

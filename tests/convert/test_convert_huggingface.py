@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import minifloat
 from minifloat import recipe as recipes
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.functional import Gemm, count_gemms
-from tests.helpers.count_casts import CountCasts
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
@@ -126,12 +124,6 @@ def test_report_names_what_is_left_alone() -> None:
     assert "model.layers.*.mlp.gate" in str(report) and "MixtralTopKRouter" in str(report)
 
 
-def test_default_size_leaves_a_tiny_model_alone() -> None:
-    report = convert(llama(), "current")
-    assert not report.converted and report.fraction == 0
-    assert sum("too small" in layer.reason for layer in report.left_alone) == len(ATTENTION | MLP) + 1
-
-
 def test_conv1d_equals_a_hand_built_linear() -> None:
     """A converted Conv1D computes what a Linear of its transposed weight does, gradients included, bit for bit."""
     conv = transformers.pytorch_utils.Conv1D(40, 24)
@@ -165,33 +157,6 @@ def test_conv1d_is_reset_as_one() -> None:
     assert not hasattr(conv, "in_features") and set(conv.state_dict()) == {"weight", "bias"}
 
 
-def test_head_stays_in_high_precision_inside_autocast() -> None:
-    """Rules keep a head as it is: bf16 weights, bf16 product, also where autocast gives recipes."""
-    model = llama().bfloat16()
-    report = convert(model, None, lambda module, name: True, rules=[("lm_head", "none")])
-    seen: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, args, y: seen.extend((args[0], y)))
-    with minifloat.autocast(recipe="mxfp8"), count_gemms() as gemms:
-        model(input_ids=IDS, labels=IDS).loss.backward()
-    assert type(model.lm_head) is nn.Linear and names(report.left_alone) == {"lm_head"}
-    assert torch.equal(seen[1], torch.nn.functional.linear(seen[0], model.lm_head.weight))
-    assert seen[1].dtype == torch.bfloat16
-    counts = Counter({gemm: 0 for gemm in ("fprop", "dgrad", "wgrad")})
-    for gemm, n in gemms.items():
-        assert gemm.a != "identity"
-        counts[gemm.gemm] += n
-    assert counts == {"fprop": 14, "dgrad": 14, "wgrad": 14}
-
-
-@pytest.mark.parametrize(("recipe", "inputs"), [("current", 4), ("delayed", 7)])
-def test_siblings_share_one_cast(recipe: str, inputs: int) -> None:
-    model = llama()
-    small_too(model, recipe)
-    with CountCasts() as casts, torch.no_grad():
-        model(IDS)
-    assert casts.formats.total() == 2 * (7 + inputs)
-
-
 def test_saved_and_loaded_by_the_hub_format(tmp_path: object) -> None:
     model = llama()
     small_too(model, "current")
@@ -201,22 +166,6 @@ def test_saved_and_loaded_by_the_hub_format(tmp_path: object) -> None:
     assert torch.equal(model(IDS).logits, loaded(IDS).logits)
     revert(model), revert(loaded)
     assert torch.equal(model(IDS).logits, loaded(IDS).logits)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    ("recipe", "options"), [("current", {}), ("delayed", {"context_fn": minifloat.checkpoint_context_fn})]
-)
-def test_gradient_checkpointing(recipe: str, options: dict[str, Any]) -> None:
-    model = llama()
-    small_too(model, recipe)
-    twin = copy.deepcopy(model)
-    twin.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})
-    for each in (model, twin):
-        each.train()
-        each(input_ids=IDS, labels=IDS).loss.backward()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])

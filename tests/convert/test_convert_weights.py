@@ -225,21 +225,6 @@ class Adapted(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
-def test_frozen_quantized_weights_compile(recipe: str) -> None:
-    """One graph, forward and backward, and the gradients of adapter and input to the bit."""
-    torch._dynamo.reset()
-    plain, compiled = Adapted(recipe, recipe), Adapted(recipe, recipe)
-    graph = torch.compile(compiled, fullgraph=True, backend="aot_eager")
-    x = torch.randn(32, 64)
-    for run, model in ((plain, plain), (graph, compiled)):
-        torch.manual_seed(1)
-        run(x).square().sum().backward()
-        assert model.base.weight.grad is None
-    for p, q in zip(plain.parameters(), compiled.parameters(), strict=True):
-        assert p.requires_grad == q.requires_grad and (p.grad is None or torch.equal(p.grad, q.grad))
-
-
 def test_recipes_that_take_turns_leave_nothing_behind() -> None:
     """Another recipe than that of the codes casts their values anew; the layer keeps no copy, nor a longer state."""
     model = Adapted(None, "mxfp8")

@@ -166,11 +166,6 @@ def difference(found: Quantized, expected: Quantized, any_layout: bool = False) 
     return ""
 
 
-def buffers(quantized: Quantized) -> list[Tensor]:
-    """The tensors of its operands."""
-    return [t for operand in quantized if operand is not None for t in operand[:3] if t is not None]
-
-
 def gather_examples(rank: int, size: int, examples: Sequence[Example], device: str = "cpu") -> list[str]:
     """Of each example what differs between the gathered parts and the quantized whole, on a rank of the world."""
     group, results = world(), []

@@ -30,7 +30,6 @@ AmaxAlgo = Literal["max", "most_recent"] | Callable[[F32], F32]
 
 FLT_MAX = np.float32(np.finfo(np.float32).max)
 BF16_MAX = np.float32(3.3895313892515355e38)
-FP16_MAX = np.float32(65504)
 
 
 @dataclass(frozen=True)

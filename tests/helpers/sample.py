@@ -29,6 +29,19 @@ def each_pair(test: Test) -> Test:
     return _sampled(test, together=2, times=1)
 
 
+def first_by_default(test: Test) -> Test:
+    """Makes all cases of the ``parametrize`` marks below slow but for the first: the others go the same way."""
+
+    def chosen(axes: list[list[ParameterSet]]) -> list[ParameterSet]:
+        first, *others = map(_joined, map(list, product(*axes)))
+        return [
+            first,
+            *(pytest.param(*each.values, marks=[*each.marks, pytest.mark.slow], id=each.id) for each in others),
+        ]
+
+    return _parametrized(test, chosen)
+
+
 def sample(sizes: list[int], together: int, times: int, late: Callable[..., bool]) -> list[tuple[int, ...]]:
     """Combinations of the axes' indices that have those of each ``together`` axes ``times``, or as often as all do."""
 
@@ -54,18 +67,24 @@ def sample(sizes: list[int], together: int, times: int, late: Callable[..., bool
 
 
 def _sampled(test: Test, together: int, times: int) -> Test:
+    def chosen(axes: list[list[ParameterSet]]) -> list[ParameterSet]:
+        def values(indices: tuple[int, ...]) -> list[ParameterSet]:
+            return [axis[i] for axis, i in zip(axes, indices, strict=True)]
+
+        def slow(indices: tuple[int, ...]) -> bool:
+            return any(value.marks for value in values(indices))
+
+        return [_joined(values(each)) for each in sample([len(axis) for axis in axes], together, times, slow)]
+
+    return _parametrized(test, chosen)
+
+
+def _parametrized(test: Test, chosen: Callable[[list[list[ParameterSet]]], list[ParameterSet]]) -> Test:
+    """The test with one ``parametrize`` mark, of the cases that are ``chosen`` of those of its marks."""
     marks = [mark for mark in test.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
     test.pytestmark = [mark for mark in test.pytestmark if mark.name != "parametrize"]  # type: ignore[attr-defined]
-    axes = [_values(mark) for mark in marks]
-
-    def values(indices: tuple[int, ...]) -> list[ParameterSet]:
-        return [axis[i] for axis, i in zip(axes, indices, strict=True)]
-
-    def slow(indices: tuple[int, ...]) -> bool:
-        return any(value.marks for value in values(indices))
-
-    cases = [values(each) for each in sample([len(axis) for axis in axes], together, times, slow)]
-    return pytest.mark.parametrize([name for mark in marks for name in _names(mark)], list(map(_joined, cases)))(test)
+    cases = chosen([_values(mark) for mark in marks])
+    return pytest.mark.parametrize([name for mark in marks for name in _names(mark)], cases)(test)
 
 
 def _names(mark: Mark) -> list[str]:
@@ -97,5 +116,5 @@ def _joined(parts: list[ParameterSet]) -> ParameterSet:
     return pytest.param(
         *(value for part in parts for value in part.values),
         marks=[mark for part in parts for mark in part.marks],
-        id="-".join(str(part.id) for part in parts),
+        id="-".join(str(part.id) for part in parts if part.values),
     )

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat.functional.norm_activation import Activation
 from minifloat.ops import activation
@@ -25,7 +23,7 @@ from tests.helpers.compare import DTYPES, U, assert_within
 from tests.helpers.fused_output import (
     SCALE,
 )
-from tests.helpers.sample import each_once, each_twice
+from tests.helpers.sample import each_twice
 
 SHAPES = [(1, 2), (3, 10), (16, 64), (7, 130)]
 SOME = [Activation.of(name) for name in ("gelu", "srelu", "swiglu", "clamped_swiglu")]
@@ -84,31 +82,6 @@ def test_derivatives_in_float64(act: Activation) -> None:
     torch.testing.assert_close(activation.backward(dy, x, act.name, act.parameters), want, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", [name for name in activation.POINTWISE if name not in ("relu",)])
-def test_gradcheck(name: str) -> None:
-    function, derivative = activation.POINTWISE[name]
-
-    class Checked(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return function(x)
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
-            return dy * derivative(*ctx.saved_tensors)
-
-    x = torch.linspace(-3, 3, 12, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(Checked.apply, (x,))
-
-
-def test_gelu_is_the_tanh_form() -> None:
-    x = torch.linspace(-6, 6, 201, dtype=torch.float64)
-    torch.testing.assert_close(
-        activation.POINTWISE["gelu"].function(x), F.gelu(x, approximate="tanh"), rtol=1e-6, atol=1e-8
-    )
-
-
 def test_clamped_swiglu_at_its_limits() -> None:
     """At the limits themselves the gradient passes; beyond them it is 0. The gate has no lower limit."""
     act = Activation.of("clamped_swiglu", {"limit": 2.0})
@@ -138,12 +111,6 @@ def test_extremes(act: Activation, device: torch.device) -> None:
 def test_gelu_derivative_does_not_overflow() -> None:
     x = torch.tensor([[3e38, -3e38, torch.inf, -torch.inf, 10.0, -10.0]])
     assert backward(torch.ones(1, 6), x, Activation.of("gelu"), torch.float32).tolist() == [[1, 0, 1, 0, 1, 0]]
-
-
-@pytest.mark.parametrize("name", ["gelu", "relu", "srelu", "silu", "qgelu"])
-def test_infinity(name: str) -> None:
-    y = forward(torch.tensor([[torch.inf]]), Activation.of(name), torch.float32)
-    assert y.item() == torch.inf
 
 
 @FOR_EACH_KIND
@@ -177,22 +144,6 @@ def test_operations_pass_opcheck(act: Activation, device: torch.device) -> None:
             torch.library.opcheck(activation_backward_cast.overload, (dy, x, *cast, yes), test_utils=utils)
 
 
-@each_once
-@pytest.mark.parametrize("shape", [(0, 4), (3, 6), (2, 0)])
-@FOR_EACH_KIND
-def test_fakes(act: Activation, shape: tuple[int, int]) -> None:
-    def run(dtype: torch.dtype) -> list[Tensor]:
-        x = torch.ones(shape, dtype=dtype)
-        y = forward(x, act, torch.float32)
-        return [y, backward(y, x, act, torch.bfloat16)]
-
-    for dtype in DTYPES:
-        with FakeTensorMode():
-            fakes = run(dtype)
-        for real, fake in zip(run(dtype), fakes, strict=True):
-            assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
-
-
 # ---- Followed by a cast --------------------------------------------------------------------------------------------
 
 
@@ -201,16 +152,3 @@ def test_parameters_by_name() -> None:
     assert parameters_of("clamped_swiglu", {"glu_linear_offset": 0.0, "limit": 3.0}) == (3.0, 1.702, 0.0)
     assert parameters_of("gelu") == ()
     assert hash(Activation.of("clamped_swiglu")) == hash(Activation("clamped_swiglu", (7.0, 1.702, 1.0)))
-
-
-@pytest.mark.gpu
-@FOR_EACH_ACTIVATION
-def test_gpu_agrees_with_the_cpu(act: Activation) -> None:
-    """Within the freedom of exp and tanh; the casts of equal values are equal in every bit (test_quantize)."""
-    x = activation_inputs((515, 770), torch.bfloat16)
-    dy = torch.randn(515, out_columns(act.name, 770)).bfloat16()
-    torch.testing.assert_close(
-        forward(x.cuda(), act, torch.float32).cpu(), forward(x, act, torch.float32), rtol=1e-5, atol=1e-5
-    )
-    got, want = backward(dy.cuda(), x.cuda(), act, torch.float32).cpu(), backward(dy, x, act, torch.float32)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)

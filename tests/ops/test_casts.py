@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 from minifloat.formats import Format
 from minifloat.nn import Linear
 from minifloat.operand import Operand, Quantized
-from minifloat.ops import launch, matmul
+from minifloat.ops import launch
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize.pipeline import Recorded
 from minifloat.ops.replay import Recording
-from minifloat.quantizer import Quantizer, cast_all, casts, find_amaxes
+from minifloat.quantizer import Quantizer, cast_all, casts
 from minifloat.recipe import named
 
 pytestmark = pytest.mark.gpu
@@ -97,17 +97,6 @@ def test_a_captured_graph_casts_what_its_inputs_then_are(count: int) -> None:
     del scratch
 
 
-def test_amaxes_alone() -> None:
-    xs = matrices(33)
-    for _ in range(2):
-        found = find_amaxes([x.cuda() for x in xs], [Quantizer(FORMATS["NVFP4"])] * 33)
-        expected = find_amaxes(xs, [Quantizer(FORMATS["NVFP4"])] * 33)
-        for got, want in zip(found, expected, strict=True):
-            assert all(
-                torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True) if a is not None and b is not None
-            )
-
-
 def test_a_replay_calls_the_launcher_in_c() -> None:
     how = [Quantizer(FORMATS["current"])] * 2
     prepared = casts(how, "cuda")
@@ -137,13 +126,3 @@ def test_compiled_code_replays() -> None:
         z = compiled(x)
         z.sum().backward()
     assert not stepped and torch.equal(y, z)
-
-
-def test_a_product_is_written_to_a_given_tensor() -> None:
-    a, b = (Quantizer(FORMATS["current"])(torch.randn(shape, device="cuda")).any for shape in ((64, 128), (32, 128)))
-    spec, out = a.format.spec, torch.full((64, 32), torch.nan, device="cuda")
-    product = matmul.product("fprop", spec, -1, -1, spec, -1, -1, a.codes.device)
-    operands = a.codes, a.scale_inv, None, 64, b.codes, b.scale_inv, None, 32, torch.float32
-    expected = product.run(*operands)  # type: ignore[arg-type]
-    given = product.run(*operands, out=out)  # type: ignore[arg-type]
-    assert given is out and torch.equal(out, expected)

@@ -22,7 +22,7 @@ from minifloat.ops.matmul.kernels import finish
 from minifloat.ops.matmul.reference import Scales
 from minifloat.quantizer import Quantizer
 from tests.helpers.replay_on_cpu import replay_on_cpu
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once, each_twice
 from tests.helpers.triton_interpreter import compile_for
 
 MX, NV = Format("e4m3", 32, scale_rule="e8m0"), Format("e2m1", 16, scale_rule="two_level")
@@ -31,6 +31,7 @@ SIZES = [(8, 16, 8), (136, 120, 72), (128, 384, 64), (1000, 520, 1032), (4096, 2
 """Rows, columns and what is contracted: less than a tile, tails, one step, more steps than stages, many tiles."""
 
 
+@each_once
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("along", GEMMS.values(), ids=GEMMS)
 def test_products_do_not_wait_for_each_other(along: tuple[int, int], biased: bool) -> None:

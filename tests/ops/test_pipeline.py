@@ -187,17 +187,6 @@ def test_zeros_of_many_calls(case: str, device: torch.device, monkeypatch: pytes
         assert call == 3 or not any(o.amax is not None and o.amax.is_inference() for q in actual for o in q if o)
 
 
-def test_zeros_in_a_graph_are_its_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fill outside of a CUDA graph would serve its first replay alone."""
-    xs = values(device, (32, 48), (17, 33))
-    for _ in range(2):
-        replayed(xs, [E4M3, E5M2])
-    before = dict(replay._zeros.filled)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert_same(replayed(xs, [E4M3, E5M2]), by_reference(xs, [E4M3, E5M2]))
-    assert before and replay._zeros.filled == before
-
-
 def test_a_graph_fills_zeros_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all casts of one capture, and anew for the next one."""
     fills: list[int] = []

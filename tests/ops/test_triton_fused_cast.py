@@ -28,6 +28,7 @@ from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.activation_model import ACTIVATIONS, activation_inputs, backward_inputs
 from tests.helpers.norm_model import NORMS, norm_inputs
+from tests.helpers.sample import each_once
 from tests.helpers.selection import diagonals
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -295,6 +296,7 @@ def test_odd_end_of_a_packed_activation(act: Activation, spec: str, device: torc
 BY_EITHER_COMPILER = pytest.mark.parametrize("with_layouts", [False, True], ids=["triton", "gluon"])
 
 
+@each_once
 @BY_EITHER_COMPILER
 @pytest.mark.parametrize("spec", [STRIPS, MX])
 def test_activations_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
@@ -315,6 +317,7 @@ def test_activations_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
         check_compiled(kernel, (*tensors, *[7] * 6, *constants, chosen), tile.warps)
 
 
+@each_once
 @BY_EITHER_COMPILER
 @pytest.mark.parametrize("spec", [STRIPS, "e4m3/tensor/given"])
 def test_norms_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:

@@ -32,7 +32,7 @@ from minifloat.ops.tiles import GEMM_SM_90, SM_90
 from minifloat.quantizer import Quantizer
 from tests.helpers.compare import U, assert_same_bits, assert_within
 from tests.helpers.grouped_operands import Operand, alone, integers, offsets_of, poisoned, quantized, values
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_once, each_twice
 from tests.helpers.tensor_core import tensor_core_error
 from tests.helpers.triton_interpreter import compile_for
 
@@ -542,6 +542,7 @@ def test_products_compile_to_tensor_cores(kind: str, dtype: torch.dtype, gemm: s
     assert ("fma.rn.f32" in compiled.ptx) == (kind == "block")
 
 
+@each_once
 @pytest.mark.parametrize(("scaled", "b_square", "tma"), [(0, 0, 0), (1, 1, 0), (1, 0, 0), (1, 0, 1)])
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_hoppers_products_do_not_wait_for_each_other(gemm: str, scaled: int, b_square: int, tma: int) -> None:

@@ -19,6 +19,7 @@ from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import DTYPES, assert_same_bits, assert_same_bits_or_nan
 from tests.helpers.routing import CASES, KINDS, Case, some_indices
+from tests.helpers.sample import first_by_default
 from tests.helpers.selection import diagonals
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -123,6 +124,7 @@ def check_compiled(kernel: Any, tensors: Sequence[torch.dtype], constants: tuple
     assert "fma.rn.f32" not in compiled.ptx and "atom" not in compiled.ptx
 
 
+@first_by_default
 @pytest.mark.parametrize(("dtype", "columns"), diagonals(2, [BF16, FP32], [4096, 64]))
 def test_compiled_for_sm_90(dtype: torch.dtype, columns: int) -> None:
     """Accesses are 16 bytes wide, nothing spills, is contracted or atomic."""

@@ -16,7 +16,7 @@ from minifloat.ops.launch import count_launches
 from minifloat.ops.rope import kernels, rotate_into, rotated
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import DTYPES, assert_same_bits, assert_same_bits_or_nan
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_once
 
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])
 
@@ -38,7 +38,7 @@ def check(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, same: Any = as
         assert around[:, :, :2].isnan().all() and around[:, :, -1].isnan().all()
 
 
-@each_pair
+@each_once
 @INTERLEAVED
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 2, 5, 32, 32), (2, 3, 2, 64, 32), (1, 7, 3, 20, 14), (2, 2, 40, 6, 2)], ids=str)

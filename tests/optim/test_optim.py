@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,9 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint import load as dcp_load
-from torch.distributed.checkpoint import save as dcp_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import minifloat
 from minifloat.delayed import AmaxHistory
@@ -509,41 +505,6 @@ def test_resuming_under_delayed_scaling(first: str) -> None:
     assert same(masters_of(again), masters_of(optimizer))
 
 
-@pytest.mark.parametrize("master", MASTERS)
-@pytest.mark.parametrize("trip", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_go_on_alike(master: Any, trip: Callable[[Any], Any]) -> None:
-    model = Net()
-    optimizer = MasterWeights(model.parameters(), INNER["adamw"], master=master)
-    train(model, optimizer, range(2))
-    other, copied = trip((model, optimizer))
-    assert train(other, copied, range(2, 4)) == train(model, optimizer, range(2, 4))
-    assert same(copied.state_dict(), optimizer.state_dict())
-    assert not any(p is q for p, q in zip(model.parameters(), other.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", ["adamw"])
-@pytest.mark.parametrize("master", MASTERS)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_distributed_checkpoint(name: str, master: Any, tmp_path: Any) -> None:
-    model = Net()
-    optimizer = MasterWeights(model.parameters(), INNER[name], master=master)
-    train(model, optimizer, range(2))
-    saved = get_optimizer_state_dict(model, optimizer)
-    assert "first.weight" in saved["state"]
-    dcp_save({"optimizer": saved}, checkpoint_id=tmp_path, no_dist=True)
-    weights = through_file(model.state_dict())
-    wanted = train(model, optimizer, range(2, 4))
-
-    resumed = Net()
-    again = MasterWeights(resumed.parameters(), INNER[name], master=master)
-    template = {"optimizer": get_optimizer_state_dict(resumed, again)}
-    dcp_load(template, checkpoint_id=tmp_path, no_dist=True)
-    resumed.load_state_dict(weights)
-    set_optimizer_state_dict(resumed, again, template["optimizer"])
-    assert train(resumed, again, range(2, 4)) == wanted
-    assert same(masters_of(again), masters_of(optimizer))
-
-
 # ---- GradScaler ----
 
 
@@ -624,19 +585,6 @@ def test_a_scaler_without_gradients() -> None:
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     assert p.eq(1).all()
-
-
-def test_unscaling_before_clipping() -> None:
-    p, plain = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(64))
-    optimizer, reference = MasterWeights([p], torch.optim.SGD, lr=1.0), torch.optim.SGD([plain], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    scaler.scale((p.float() * torch.randn(64)).sum()).backward()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_([p], 0.5)
-    plain.grad = p.grad.float()
-    scaler.step(optimizer)
-    reference.step()
-    assert torch.equal(p, plain.bfloat16())
 
 
 # ---- mistakes ----
