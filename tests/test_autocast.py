@@ -828,6 +828,7 @@ def test_cached_weight_keeps_the_scale_that_it_was_cast_with(spy: Spy) -> None:
     assert layer.forward_scaling.scale[1] != 1.0
 
 
+@each_once
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite(value: float, compiled: bool) -> None:

@@ -38,6 +38,7 @@ from minifloat.recipe import (
     Recipe,
     named,
 )
+from tests.helpers.sample import first_by_default
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -184,6 +185,7 @@ def grads_cleared(twins: Twins) -> None:
 TRACED_ALIKE = set(RECIPES) - {"delayed", "block", "nvfp4 row-scaled", "mxfp8 2d hybrid", "dequantized backward"}
 
 
+@first_by_default
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in TRACED_ALIKE)) for name in RECIPES]
 )
@@ -299,6 +301,7 @@ def test_cached_weights(name: str) -> None:
         twins.step((5,), first)
 
 
+@first_by_default
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -329,6 +332,7 @@ def test_delayed_scaling_needs_prepare() -> None:
     assert model[0].forward_scaling.scale[0] != 1.0  # type: ignore[union-attr, operator, index]
 
 
+@first_by_default
 @pytest.mark.parametrize("make", [Linear, LayerNormLinear])
 @pytest.mark.parametrize("name", ["current", "delayed"])
 def test_a_forward_that_runs_eagerly_and_calls_compiled_code(name: str, make: type[Linear | LayerNormLinear]) -> None:
@@ -378,6 +382,7 @@ OPERATIONS = {
 }
 
 
+@first_by_default
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_of_a_compiled_linear(name: str) -> None:
     """Each costs the host some 20 us or more: amax and cast are one.

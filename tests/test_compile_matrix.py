@@ -82,8 +82,8 @@ def pairs() -> Iterator[Case]:
         yield "Linear", recipe, MODES[i % 4]
     for module, recipes in (
         ("LayerNormMLP", ("nvfp4", "mxfp8", "delayed", "current")),
-        ("LayerNormLinear", ("block", "current")),
-        ("MultiheadAttention", ("block", "mxfp8")),
+        ("LayerNormLinear", ("block",)),
+        ("MultiheadAttention", ("mxfp8",)),
         ("TransformerLayer", ("delayed",)),  # its own tests have more
     ):
         yield from zip([module] * 4, recipes, MODES, strict=False)

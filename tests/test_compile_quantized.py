@@ -29,6 +29,7 @@ from minifloat.nn import quantized_model_init
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import quantize
 from tests.helpers.compiled import Pair, compiled, graphs
+from tests.helpers.sample import each_once, first_by_default
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -265,6 +266,7 @@ def test_uncompiled(kind: Any, option: str, name: str) -> None:
     assert graphs() >= 1
 
 
+@each_once
 @pytest.mark.parametrize("option", [option for option in UNCOMPILED if option != "fp8_output"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_refused_in_one_graph(kind: Any, option: str) -> None:
@@ -278,6 +280,7 @@ def test_refused_in_one_graph(kind: Any, option: str) -> None:
         pair.run(torch.randn(6, IN))
 
 
+@first_by_default
 @pytest.mark.parametrize("option", UNCOMPILED)
 def test_without_gradients_in_one_graph(option: str) -> None:
     """There is no gradient to quantize, delay or accumulate; a cached weight is refused all the same."""
@@ -307,6 +310,7 @@ def test_quantized_gradient_into_a_compiled_layer() -> None:
 # ---- quantized parameters and the first microbatch ----
 
 
+@first_by_default
 @pytest.mark.parametrize(
     ("name", "make"),
     fast_if({("mxfp8", Linear), ("mxfp8", LayerNormLinear), ("delayed", LayerNormMLP)}, NAMES, KINDS),

@@ -29,6 +29,7 @@ from minifloat.autocast import current
 from minifloat.formats import Format
 from minifloat.recipe import DelayedScalingRequest, QuantizerRole, Recipe
 from tests.helpers.compiled import Pair, compiled, graphs
+from tests.helpers.sample import first_by_default
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -85,9 +86,9 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "delayed, lambda": lambda: DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.amax(0)),
 }
 DEFAULT: list[Any] = [
-    *[("own", name) for name in ("current", "delayed", "by_format", "by_new_recipe", "by_request")],
-    *[("inside", name) for name in ("block", "delayed", "by_format", "by_new_recipe", "delayed, lambda")],
-    *[("outside", name) for name in ("by_closure", "by_lambda", "by_partial")],
+    *[("own", name) for name in ("delayed", "by_request")],
+    *[("inside", name) for name in ("delayed", "by_new_recipe")],
+    *[("outside", name) for name in ("by_closure", "by_lambda")],
 ]
 SLOW = [
     pytest.param(*case, marks=pytest.mark.slow)
@@ -136,6 +137,7 @@ def test_equal_recipes(name: str, way: str) -> None:
             pair.step(torch.randn(6, IN))
 
 
+@first_by_default
 @pytest.mark.parametrize("way", ["own", "outside"])
 def test_another_recipe_compiles_once(way: str) -> None:
     """Each recipe has its numbers and its graph."""
@@ -293,6 +295,7 @@ def test_recipe_of_a_context_in_compiled_code_changes() -> None:
     assert graphs() == 3
 
 
+@first_by_default
 @pytest.mark.parametrize("way", ["outside", "own"])
 def test_recipe_changes_with_and_without_delayed_scaling(way: str) -> None:
     """Histories stand still under another recipe, and go on afterwards."""

@@ -24,7 +24,7 @@ from minifloat import CustomRecipe, DelayedScaling, Linear, Quantizer, Recipe, a
 from minifloat.formats import Format
 from minifloat.functional import count_gemms
 from minifloat.recipe import QuantizerRole, named
-from tests.helpers.sample import each_once, each_pair
+from tests.helpers.sample import each_once, each_pair, first_by_default
 from tests.helpers.selection import diagonals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -547,6 +547,7 @@ def test_compiled_checkpoint_of_delayed_scaling_is_refused(form: str, way: Way) 
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@first_by_default
 @pytest.mark.parametrize("way", [ours, plain])
 def test_checkpoint_of_compiled_delayed_scaling_is_refused(way: Way) -> None:
     """The same where the checkpoint is around the compiled function."""
@@ -565,6 +566,7 @@ def test_checkpoint_of_compiled_delayed_scaling_is_refused(way: Way) -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
+@first_by_default
 @pytest.mark.parametrize(("own", "reentrant"), diagonals(2, [False, True], [False, True]))
 def test_checkpoint_of_pytorch_around_what_was_compiled_before(own: bool, reentrant: bool) -> None:
     """The graph that exists is used there, and refuses to run; with another recipe it does run."""

@@ -17,7 +17,7 @@ from minifloat.tensor import quantize
 from minifloat.tensor.rows import QuantizedRows, rows_of
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.distributed_pool import on_ranks
-from tests.helpers.sample import each_once, each_twice, first_by_default
+from tests.helpers.sample import each_twice, first_by_default
 
 RECIPES = ["current", "block", "rowwise", "mxfp8", "nvfp4", "mxfp4"]
 SHARDS = [(50, 50), (33, 67), (0, 100)]
@@ -83,7 +83,7 @@ def test_memory(recipe: str, rows: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@each_once
+@first_by_default
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled(recipe: str, dynamic: bool) -> None:

@@ -27,8 +27,10 @@ from tests.helpers.gather_cases import (
     values,
     world,
 )
+from tests.helpers.sample import first_by_default
 
 
+@first_by_default
 @pytest.mark.parametrize(
     ("drawn", "backend"),
     [

@@ -26,6 +26,7 @@ from minifloat.nn.fused_layers import LayerNormMLP
 from minifloat.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, named
 from tests.helpers.convert_model import IDS, INSIDE, Block, Model, assert_same_step, everything, small_too, step
 from tests.helpers.count_casts import CountCasts
+from tests.helpers.sample import first_by_default
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -658,6 +659,7 @@ def test_wrapped_models() -> None:
     assert not any(isinstance(module, Linear) for module in model.modules())
 
 
+@first_by_default
 @pytest.mark.parametrize("in_place", [False, True])
 def test_compiled_before(in_place: bool) -> None:
     """A model that was compiled, and has run, runs what it was converted to, and what it was reverted to."""

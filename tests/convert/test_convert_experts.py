@@ -16,7 +16,7 @@ from minifloat.convert import DefaultFilter, convert, revert
 from minifloat.functional import count_gemms
 from minifloat.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.helpers.experts import IDS, NAMES, E, F, H, Loop, block, experts_only, gpt_oss, inputs, mixtral, qwen3, train
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_twice, first_by_default
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
@@ -301,6 +301,7 @@ def test_bf16(make: Callable[[], Any]) -> None:
     assert y.dtype == torch.bfloat16 and experts.down_proj.grad.dtype == torch.bfloat16
 
 
+@first_by_default
 @pytest.mark.parametrize("make", [mixtral, gpt_oss])
 def test_compiled_in_one_graph(make: Callable[[], Any]) -> None:
     torch._dynamo.reset()

@@ -22,6 +22,7 @@ from minifloat.ops.grouped import activation_kernels, products
 from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits
+from tests.helpers.sample import each_once
 
 FP32 = torch.float32
 COUNTS, N, K = (5, 0, 18), 20, 36
@@ -102,6 +103,7 @@ def test_functions_of_groups(device: torch.device) -> None:
         fprop(a, c, out_dtype=FP32, out=torch.empty_like(x, dtype=FP32))
 
 
+@each_once
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("activation", [Activation.of("swiglu"), Activation.of("srelu")], ids=["swiglu", "srelu"])
 @pytest.mark.parametrize("spec", ["e4m3/1x32/e8m0", "e4m3/1x128/pow2", "e5m2/128x128/fp32"])

@@ -16,7 +16,7 @@ from minifloat import autocast
 from minifloat.functional import Routing, permute, permute_probabilities, sort_by_expert, unpermute
 from tests.helpers.compare import DTYPES, assert_same_bits
 from tests.helpers.routing import CASES, KINDS, Case, loop_permute, loop_unpermute, some_indices, sorted_slots
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_pair, each_twice, first_by_default
 
 FOR_EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 FOR_EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -286,6 +286,7 @@ def whole(x: Tensor, indices: Tensor, probabilities: Tensor) -> Tensor:
     return unpermute(permute(x, routing) * 2, routing, probabilities) + unpermute(permute(x, routing), routing)
 
 
+@first_by_default
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled(dynamic: bool) -> None:

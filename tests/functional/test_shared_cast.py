@@ -17,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from minifloat import Linear
 from minifloat.functional import linear
 from tests.helpers.count_casts import CountCasts
+from tests.helpers.sample import first_by_default
 
 SHARING = ["current", "block", "mxfp8"]
 
@@ -145,6 +146,7 @@ def test_original_input_is_not_kept_twice() -> None:
     assert linear._local.slot.latest is None
 
 
+@first_by_default
 @pytest.mark.parametrize("name", SHARING)
 def test_one_cast_in_a_compiled_graph(name: str) -> None:
     """There the casts of one tensor are common subexpressions."""

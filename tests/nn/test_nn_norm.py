@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minifloat.functional.norm_activation import normalize
 from minifloat.nn.norm import LayerNorm, RMSNorm
 from minifloat.ops.norm import norm_forward
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_pair, first_by_default
 
 MODULES: list[Any] = [LayerNorm, RMSNorm]
 # Relative to the largest value of a result: some roundings of the output's dtype, and fp32's of the sums inside.
@@ -119,6 +119,7 @@ def test_it_is_one_norm_operation(module: Any) -> None:
     assert torch.equal(norm(x), y) and torch.equal(normalize(x, norm.weight, norm.bias, norm.norm), y)
 
 
+@first_by_default
 @BOTH
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_to_one_graph_with_dynamic_rows(module: Any, backend: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
 from minifloat.nn.attention import RotaryPositionEmbedding
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_pair, first_by_default
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True])
@@ -175,6 +175,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
     assert apply_rotary_pos_emb(torch.randn(shape), RotaryPositionEmbedding(8)(5)).shape == shape
 
 
+@first_by_default
 @pytest.mark.parametrize("packed", [False, True])
 def test_compiles_to_one_graph(packed: bool) -> None:
     torch._dynamo.reset()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from minifloat.functional.cross_entropy import cross_entropy, linear_cross_entropy
 from minifloat.ops import cross_entropy as kernels
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_pair, first_by_default
 
 # Of gradients that are at most 1, which are rounded once to the dtype of the logits.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -226,6 +226,7 @@ def test_all_logits_are_never_there_in_fp32() -> None:
     assert fused.numel[torch.float32] == 8 * 50 and fused.numel[torch.bfloat16] == 8 * 50
 
 
+@first_by_default
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("linear", [False, True])
 def test_compiles_to_one_graph_with_dynamic_rows(linear: bool, backend: str) -> None:

@@ -345,7 +345,7 @@ def test_shapes_dtypes_and_leading_dims(device: torch.device) -> None:
     assert [type(each) for each in known(how)] == [replay.Recording] * 3
 
 
-@pytest.mark.parametrize("case", ["current", "delayed", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("case", ["current", "nvfp4"])
 def test_inputs_in_any_memory_order(case: str, device: torch.device) -> None:
     """Attention's output is transposed in memory, and gates are halves of a matrix: replays read their values too."""
     how = CASES[case][:2]
@@ -359,7 +359,7 @@ def test_inputs_in_any_memory_order(case: str, device: torch.device) -> None:
             assert_same(replayed(xs, how, scales=scales), expected)
 
 
-@pytest.mark.parametrize("case", ["current", "delayed", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("case", ["delayed", "block", "nvfp4"])
 def test_empty_tensors(case: str, device: torch.device) -> None:
     how = CASES[case]
     scales = [torch.full((1,), 3.0, device=device)] * 3

@@ -29,7 +29,7 @@ from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.activation_model import FOR_EACH_ACTIVATION, activation_float64, backward_inputs, error_scale
 from tests.helpers.compare import DTYPES, U
-from tests.helpers.sample import each_twice
+from tests.helpers.sample import each_twice, first_by_default
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = [(0, 4), (1, 2), (3, 10), (9, 66)]
@@ -208,6 +208,7 @@ def test_bias_gradient(name: str, shape: tuple[int, int], device: torch.device) 
 # ---- compiled, and on a GPU ----
 
 
+@first_by_default
 @pytest.mark.parametrize("name", ["gelu", "clamped_swiglu"])
 def test_compiled_for_sm_90(name: str) -> None:
     """Accesses are 16 bytes wide, nothing spills, and no product is contracted."""

@@ -265,7 +265,7 @@ def test_norm_of_long_rows_and_other_tiles(device: torch.device) -> None:
 @pytest.mark.parametrize(("norm", "spec"), diagonals(2, NORMS, PACKED))
 def test_odd_end_of_a_packed_norm(norm: Norm, spec: str, device: torch.device) -> None:
     """All that gamma multiplies is 0 below the last row; right of the last column an rsigma of NaN multiplies 0."""
-    for shape in ((1, 1), (7, 12), (8, 13), (33, 80), (35, 67)):
+    for shape in ((1, 1), (7, 12), (35, 67)):
         x, gamma, beta = norm_inputs(norm, shape, BF16, device)
         gamma = -gamma.abs() - 2  # 1 + gamma is negative, too
         for wanted in PACKED_ORIENTATIONS:

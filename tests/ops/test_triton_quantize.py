@@ -68,7 +68,7 @@ TILES = {
 # ---- casts ----
 
 
-@each_twice
+@each_once
 @FOR_EACH_DTYPE
 @pytest.mark.parametrize("kind", DATA)
 @for_each(PAIRS)

@@ -333,6 +333,7 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_two_revisions_compared(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(against, "PASSES", 1)
     job = against.Job(("host",), "256, forward + backward", "cpu", replace(QUICK, rounds=1))

@@ -318,6 +318,7 @@ def study_in_a_group_of_its_own(arguments: list[object]) -> None:
     typer.run(command.study)
 
 
+@pytest.mark.slow
 def test_a_study_that_was_killed_goes_on(text: Path, tmp_path: Path) -> None:
     """SIGKILL of the whole process group while a run trains: what is finished stays, the rest is run, the report is."""
     out = tmp_path / "out"
