@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction as Rational
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import minifloat
-from minifloat import DotProductAttention, Float8CurrentScaling, LayerNorm, Linear
-from minifloat.arguments import Accepts, Count, Device, Fraction, PositiveFloat, Size, check_value, checked, shown
+from minifloat.arguments import Accepts, Count, Device, Fraction, PositiveFloat, Size, checked, shown
 from minifloat.recipe import ElementPair, RecipeLike
 from minifloat.tensor import quantize
 from tests.helpers.sample import each_once
@@ -157,12 +154,6 @@ def test_a_value_is_shown_in_one_short_line() -> None:
     """Modules and tensors of any size, and what has no repr of its own."""
     for value in (torch.zeros(1000), nn.Sequential(*(nn.Linear(1, 1) for _ in range(99))), object(), "x" * 999):
         assert len(shown(value)) < 90 and "\n" not in shown(value)
-
-
-def test_check_value() -> None:
-    check_value("layer", "recipe", "current", RecipeLike | None)
-    with pytest.raises(TypeError, match=r"^layer: recipe is 7; a minifloat recipe or one of the names"):
-        check_value("layer", "recipe", 7, RecipeLike | None)
 
 
 # ---- layers ----
@@ -326,18 +317,3 @@ def test_histories_of_wrong_shapes_and_values_are_refused(key: str, value: Any, 
     layer = minifloat.Linear(8, 8, recipe=None if fresh else "delayed")
     layer.load_state_dict(state | {"forward_scaling.amax_history": torch.full((7, 3), float("inf"))})
     assert layer.forward_scaling.amax_history.shape == (7, 3)
-
-
-def test_numbers_of_numpy_and_fractions_are_numbers() -> None:
-    """Where they are accepted, they work."""
-    epsilon = Float8CurrentScaling(amax_epsilon=np.float32(0.5))  # type: ignore[arg-type]
-    x = torch.randn(4, 16)
-    expected = Linear(16, 8, recipe=Float8CurrentScaling(amax_epsilon=0.5))
-    for recipe in (epsilon, Float8CurrentScaling(amax_epsilon=Rational(1, 2))):  # type: ignore[arg-type]
-        layer = Linear(np.int64(16), np.int64(8), recipe=recipe)  # type: ignore[arg-type]
-        layer.load_state_dict(expected.state_dict())
-        assert torch.equal(layer(x), expected(x))
-    assert torch.equal(LayerNorm(np.int64(16))(x), LayerNorm(16)(x))  # type: ignore[arg-type]
-    assert DotProductAttention(4, np.int64(8)).kv_channels == (8, 8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="amax_epsilon is 1000000"):
-        Float8CurrentScaling(amax_epsilon=10**400)

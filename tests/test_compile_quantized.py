@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 from minifloat import (
-    Float8CurrentScaling,
     GroupedLinear,
     GroupedMLP,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
     QuantizedTensor,
-    Quantizer,
 )
-from minifloat.formats import Format
 from minifloat.nn import quantized_model_init
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import quantize
@@ -84,14 +81,6 @@ def test_quantized_output_within_a_graph(name: str, fused: bool) -> None:
     assert graphs() == 1
 
 
-def test_quantized_output_of_another_recipe_within_a_graph() -> None:
-    """A layer whose codes are others casts the values."""
-    pair = Pair(TwoLinears("current", "mxfp8", fused=True))
-    for _ in range(2):
-        pair.step(torch.randn(6, IN))
-    assert graphs() == 1
-
-
 def test_inductor() -> None:
     pair = Pair(TwoLinears("current", "current"), backend="inductor")
     x = torch.randn(6, IN)
@@ -116,28 +105,6 @@ def test_quantize(name: str, dynamic: bool) -> None:
         assert torch.equal(codes, quantizer(x).any.codes)
     again = compiled(lambda t: quantize(t, quantizer))(wanted)
     assert same_codes(again, quantize(wanted, quantizer))
-
-
-def test_quantize_with_a_given_scale() -> None:
-    """Delayed scaling's, which the tensor keeps; without it the error is the eager one."""
-    quantizer, scale = Quantizer(Format("e4m3", scale_rule="given")), torch.full((1,), 3.0)
-    x = torch.randn(6, IN)
-    found = compiled(lambda x, scale: quantize(x, quantizer, scale=scale))(x, scale)
-    assert same_codes(found, quantize(x, quantizer, scale=scale)) and torch.equal(found.scale, scale)
-    with pytest.raises(Exception, match="delayed scaling casts with a scale"):
-        compiled(lambda x: quantize(x, quantizer))(x)
-
-
-def test_quantizers_made_in_compiled_code() -> None:
-    x = torch.randn(6, IN)
-
-    def run(x: Tensor) -> Tensor:
-        first = Quantizer(Format("e5m2", 32, scale_rule="e8m0"))(x)
-        hybrid = Quantizer.hybrid(rowwise_quantizer=Quantizer(Format()), columnwise_quantizer=Quantizer(Format("e5m2")))
-        current = Float8CurrentScaling().quantizer(INPUT)
-        return first.dequantize() + hybrid(x).dequantize() + quantize(x, current).dequantize()
-
-    assert torch.equal(compiled(run)(x), run(x))
 
 
 # ---- going in and out ----

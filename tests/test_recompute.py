@@ -266,22 +266,7 @@ def test_nested_autocast(name: str) -> None:
     assert_same(train(first, without, around, ORDERS[1]), train(second, nested(ours, ours), around, ORDERS[1]))
 
 
-def test_nested_plain() -> None:
-    first, second = twins(RECIPES["nvfp4"], own=True)
-    assert_same(train(first, without), train(second, nested(plain, plain)))
-
-
 # ---- options, and what counts once ----
-
-
-@pytest.mark.parametrize(
-    "options", [{"early_stop": False}, {"determinism_check": "none"}, {"preserve_rng_state": False}]
-)
-@pytest.mark.parametrize("checkpoint", [ours, with_contexts])
-def test_options(checkpoint: Way, options: dict[str, Any]) -> None:
-    first, second = twins(RECIPES["delayed"], own=True, uses=2)
-    found = train(second, lambda f, x: checkpoint(f, x, **options), order=ORDERS[0])
-    assert_same(train(first, without, order=ORDERS[0]), found)
 
 
 def test_other_arguments() -> None:
@@ -682,16 +667,6 @@ def test_checkpoint_of_layers_with_different_recipes() -> None:
         expected(same).square().sum().backward()
         assert torch.equal(x.grad, same.grad)
     assert_same(list(model.state_dict().values()), list(expected.state_dict().values()))
-
-
-def test_an_evaluation_in_between_hides_no_other_precision() -> None:
-    layer = minifloat.Linear(IN, IN, name="up")
-    with autocast(recipe="current"):
-        y = reentrant(layer, batch(0))
-    with torch.no_grad():
-        layer(batch(1))
-    with pytest.raises(RuntimeError, match="Linear 'up' ran under Float8CurrentScaling"):
-        y.sum().backward()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,30 +59,3 @@ def test_a_kernel_that_is_never_launched_is_named(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("never launched: ") and "forgotten_kernel" in last and "amax_kernel" in last
     assert "copy_bytes_kernel" not in last
-
-
-def test_a_kernel_out_of_sight_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(kernels, "_copy_bytes", kernels._copy_bytes.__call__)
-    assert sanitize.main(["--only", "transpose"]) == 1
-    assert "missed: ['copy_bytes_kernel']" in capsys.readouterr().out
-
-
-def test_two_kernels_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_first", Kernel(forgotten_kernel), raising=False)
-    monkeypatch.setattr(kernels, "_second", Kernel(forgotten_kernel), raising=False)
-    with pytest.raises(ValueError, match="two kernels are called forgotten_kernel"):
-        sanitize.all_kernels()
-
-
-def test_only_some_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a script, which finds the interpreter by itself."""
-    command = [sys.executable, str(ROOT / "tests" / "helpers" / "sanitize.py"), "--only", "transp"]
-    run = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=100)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("transpose: 12 launches")
-    table = counts(run.stdout)
-    assert {name for name, count in table.items() if count} == {"copy_bytes_kernel"}
-    assert sorted(table) == sorted(written_kernels())
-    with pytest.raises(SystemExit, match="2"):
-        sanitize.main(["--only", "no such group"])
-    assert "there are: cast e4m3/tensor/fp32" in capsys.readouterr().err

@@ -22,7 +22,6 @@ from minifloat import Linear, QuantizerRole
 from minifloat.convert import ConversionReport, DefaultFilter, convert, revert
 from minifloat.delayed import AmaxHistory
 from minifloat.functional import count_gemms
-from minifloat.nn.fused_layers import LayerNormMLP
 from minifloat.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, named
 from tests.helpers.convert_model import IDS, INSIDE, Block, Model, assert_same_step, everything, small_too, step
 from tests.helpers.count_casts import CountCasts
@@ -101,38 +100,6 @@ def test_revert_is_exact(recipe: str) -> None:
     assert_same_step(model, twin)
 
 
-def test_optimizer_made_before() -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for i in range(12):
-        if i == 1:
-            small_too(model)
-        if i == 11:
-            revert(model)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.2 * losses[0]
-
-
-def test_hooks_are_kept() -> None:
-    model, seen = Model(), Counter[str]()
-    layer = model.blocks[0].down
-    layer.register_forward_pre_hook(lambda module, args: seen.update(["pre"]))
-    layer.register_forward_hook(lambda module, args, y: seen.update(["forward"]))
-    layer.register_full_backward_hook(lambda module, dx, dy: seen.update(["backward"]))
-    layer.weight.register_post_accumulate_grad_hook(lambda parameter: seen.update(["weight"]))
-    small_too(model)
-    step(model)
-    assert seen == {"pre": 1, "forward": 1, "backward": 1, "weight": 1}
-    revert(model)
-    step(model)
-    assert seen == {"pre": 2, "forward": 2, "backward": 2, "weight": 2}
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
@@ -181,14 +148,6 @@ def test_delayed_scaling_is_ready() -> None:
             module.reset_parameters()
     y, grads = step(model)
     assert y.isfinite().all() and all(grad is not None and grad.isfinite().all() for grad in grads)
-
-
-def test_meta_model_that_reverts() -> None:
-    with torch.device("meta"):
-        model = Model()
-    small_too(model, "nvfp4")
-    revert(model)
-    assert type(model.blocks[0].up) is nn.Linear
 
 
 # ---- Recipes --------------------------------------------------------------------------------------------------------
@@ -595,21 +554,6 @@ def test_own_linears_and_rules() -> None:
     assert [model[name].recipe for name in model] == [
         None, named("current"), DelayedScaling(amax_history_len=4), "none"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "block"])
-def test_fused_modules(recipe: str) -> None:
-    """The linears inside of a fused module get the recipe, and it computes what it does when it is built with it."""
-    x, built = torch.randn(6, 16), LayerNormMLP(16, 32, recipe=recipe)
-    model = nn.Sequential(LayerNormMLP(16, 32))
-    model[0].load_state_dict(built.state_dict())
-    assert converted(convert(model, recipe)) == ["0.fc1", "0.fc2"]
-    for _ in range(2):
-        assert torch.equal(model(x), built(x))
-    revert(model)
-    plain = LayerNormMLP(16, 32)
-    plain.load_state_dict(model[0].state_dict())
-    assert torch.equal(model(x), plain(x)) and not torch.equal(model(x), built(x))
 
 
 def test_split_parameters_of_an_own_linear() -> None:

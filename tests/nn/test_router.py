@@ -207,9 +207,6 @@ def test_loss_is_that_of_transformers_by_k() -> None:
             torch.testing.assert_close(k * torch.autograd.grad(ours, router.weight)[0], want)
 
 
-# ---- losses ----
-
-
 # ---- the choice ----
 
 

@@ -37,9 +37,6 @@ def state(module: nn.Module) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in module.state_dict().items() if "_scaling." in key}
 
 
-# ---- One rank is the ordinary module --------------------------------------------------------------------------------
-
-
 # ---- Exact numbers --------------------------------------------------------------------------------------------------
 
 
@@ -136,9 +133,3 @@ def test_two_ranks_by_hand_in_rows() -> None:
         assert dxs[1].tolist() == [[0.0, g] for (g,) in column]
         assert [grads["bias"].tolist() for grads in model.grads] == [[3.0 if sequence_parallel else 1.0]] * 2
         assert model.grads[0]["weight"].tolist() == [[768.0, 3.0] if sequence_parallel else [256.0, 1.0]]
-
-
-# ---- What is gathered, drawn and kept -------------------------------------------------------------------------------
-
-
-# ---- Sums -----------------------------------------------------------------------------------------------------------

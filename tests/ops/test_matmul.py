@@ -315,30 +315,6 @@ def test_empty_product_is_zero_or_the_bias(gemm: str, a_fmt: Format, b_fmt: Form
             assert torch.equal(multiply(gemm, a, b, bias=bias, backend="emulated"), bias.expand(size[:2]))
 
 
-def _only_rows(x: Operand, rows: Tensor) -> Operand:
-    """Some rows of a rowwise operand, each with the scale it has there."""
-    scales = x.scale_inv
-    assert scales is not None
-    amax = x.amax[rows] if x.amax is not None and x.format.amax_per_row else x.amax
-    return x._replace(
-        codes=x.codes[rows], scale_inv=scales[rows] if x.format.block else scales, amax=amax,
-        shape=(len(rows), x.shape[1]),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("a_fmt", "b_fmt"),
-    [(E4, E4), (E5, E4), (E5, E5), (STRIP32, TILE32), (MX5, MX), (NV, NV_TILE), (NV_ROWS, NV)],
-    ids=ids,
-)
-def test_a_row_does_not_depend_on_the_others(a_fmt: Format, b_fmt: Format) -> None:
-    a, b = operands("fprop", a_fmt, b_fmt, (64, 24, 300))
-    whole = multiply("fprop", a, b)
-    for count in (1, 2, 3, 7, 31, 64):
-        rows = torch.randperm(64)[:count]
-        assert torch.equal(multiply("fprop", _only_rows(a, rows), b), whole[rows]), count
-
-
 def of_values(values: list[list[float]], element: str, scale: float = 1.0) -> Operand:
     """A per tensor operand of values that the element represents."""
     exact = torch.tensor(values)
@@ -385,16 +361,6 @@ def test_a_sum_that_float64_does_not_hold_is_rounded_once() -> None:
     small = torch.tensor([little, -little, -little, 0.0], dtype=torch.float64)
     found = matmul.reference._rounded_sum([large, small])
     assert found.tolist() == [1 + 2 * half, 1.0, 1 + 2 * half, 1.0]
-
-
-def test_a_bias_is_rounded_to_the_output_first() -> None:
-    """As a library's epilogue takes it: an fp32 bias of a bf16 result, in which the rest of it is lost."""
-    a, b = (Quantizer(MX)(torch.randn(rows, 32)) for rows in (4, 6))
-    bias = torch.randn(6)
-    product = fprop(a, b, out_dtype=torch.float32)
-    y = fprop(a, b, bias, out_dtype=torch.bfloat16)
-    assert torch.equal(y, (product + bias.bfloat16().float()).bfloat16())
-    assert not torch.equal(y, (product + bias).bfloat16())
 
 
 @each_pair
@@ -444,16 +410,6 @@ def test_torch_autocast_does_not_reach_inside(dtype: torch.dtype, pair: tuple[Fo
     outside = call("fprop", a, b, dtype, bias)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(call("fprop", a, b, dtype, bias), outside)
-
-
-@pytest.mark.parametrize(("a_fmt", "b_fmt"), [*PAIRS[::3], (STRIP5, STRIP)], ids=ids)
-def test_reference_is_within_fp32_accumulation(a_fmt: Format, b_fmt: Format) -> None:
-    """The reference is the float64 product of what the operands stand for, but for a rounding or four a segment."""
-    a, b = operands("fprop", a_fmt, b_fmt, (17, 19, 300), normal)
-    product = model.product(model.values(a), model.values(b))
-    segments = -(-300 // (32 if "e8m0" in (a_fmt.scale_rule, b_fmt.scale_rule) else 128))
-    limit = model.bound(product, torch.float32, steps=3 + segments + 5)
-    model.assert_within(multiply("fprop", a, b), product, limit, "reference")
 
 
 # ---- Emulated: bf16 products, fp32 sums ------------------------------------------------------------------------------
@@ -554,23 +510,6 @@ def test_bf16_holds_what_is_cast_from_it(fmt: Format, along: int) -> None:
         assert torch.equal(found.float().nan_to_num(7.0), exact.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("fmt", [MX, MX5, STRIP], ids=ids)
-def test_emulated_bf16_products_of_tiny_and_huge_numbers(fmt: Format, gemm: str) -> None:
-    """Denormals of bf16 times huge numbers: nothing is lost but in sums and in one rounding."""
-    tiny, huge, usual = (-133, -120), (100, 120), (-20, 20)
-    for exponents in ((tiny, huge), (huge, tiny), (usual, usual)):
-        operands = []
-        for size, along, (low, high) in zip((9, 11), GEMMS[gemm], exponents, strict=True):
-            shape = shape_along(size, 70, along)
-            x = torch.randn(shape) * (torch.rand(shape) * (high - low) + low).exp2()
-            operands.append(cast(x.bfloat16(), fmt, along))
-        a, b = operands
-        product = model.product(*(model.values(x, along) for x, along in zip((a, b), GEMMS[gemm], strict=True)))
-        y = multiply(gemm, a, b, torch.bfloat16, backend="emulated")
-        model.assert_within(y, product, model.bound(product, torch.bfloat16), str(exponents))
-
-
 def test_emulated_flushes_what_is_2_to_the_124_below_its_row() -> None:
     """Under a scale 2^k below its row's largest, a code c is exact while c 2^-k is a multiple of 2^-133, else flushed.
 
@@ -586,14 +525,6 @@ def test_emulated_flushes_what_is_2_to_the_124_below_its_row() -> None:
         y = multiply("fprop", a, b, backend="emulated") * 2.0 ** (below - 100)
         assert y[0, 32] == smallest and y[0, 33] == 1.0, below
         assert y[1, 32] == 2.0**-9 and y[1, 33] == 1.0, below
-
-
-def test_emulated_is_not_for_fp32_block_scales() -> None:
-    """Block scales that are any fp32 number do not fit bf16: the table leaves them to the reference."""
-    for a, b in [(STRIP32, TILE32), (STRIP32, STRIP), (NV, STRIP32)]:
-        emulates, reason = backends.emulates(a, b, torch.device("cpu"))
-        assert not emulates and "powers of two" in reason
-    assert backends.backend(MX, MX, torch.device("cpu")) == "reference"
 
 
 # ---- Which backend --------------------------------------------------------------------------------------------------
@@ -646,18 +577,6 @@ def test_wrong_orientation_of_a_square_operand(fmt: Format) -> None:
         wgrad(columnwise, rowwise, out_dtype=torch.float32)
     with pytest.raises(ValueError, match="needs a rowwise operand"):  # the place in the pair does not decide
         fprop(Quantized(column, column), rowwise, out_dtype=torch.float32)
-
-
-@pytest.mark.parametrize("fmt", [E4, E5, TILE, MX_TILE, NV_TILE], ids=ids)
-def test_one_cast_of_a_symmetric_format_serves_both_dims(fmt: Format) -> None:
-    """The same codes are contracted along either dim: the product is that of their values, or of them transposed."""
-    w, dy = cast(heavy_tailed((40, 56)), fmt, ROWWISE), cast(normal((8, 40)), MX, ROWWISE)
-    x = cast(normal((8, 56)), MX, ROWWISE)
-    value = model.values(w)
-    for gemm, left, right in [("fprop", model.values(x), value), ("dgrad", model.values(dy), value.T)]:
-        a = x if gemm == "fprop" else dy
-        product = model.product(left, right)
-        model.assert_within(multiply(gemm, a, w), product, model.bound(product, torch.float32), gemm)
 
 
 @pytest.mark.parametrize("gemm", GEMMS)

@@ -94,6 +94,3 @@ def test_zero_centered_gamma_is_added_in_fp32() -> None:
     y = forward(Norm("RMSNorm", zero_centered_gamma=True), x, gamma, None, torch.float32)[0]
     unscaled = forward(Norm("RMSNorm"), x, torch.ones(8), None, torch.float32)[0]
     assert torch.equal(y, unscaled * (1 + 2.0**-12))
-
-
-# ---- Followed by a cast ----------------------------------------------------------------------------------------------

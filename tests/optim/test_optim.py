@@ -207,17 +207,6 @@ def test_groups_have_their_own_options_and_schedulers_set_them() -> None:
     assert optimizer.defaults == reference.defaults
 
 
-def test_named_parameters() -> None:
-    model = nn.Linear(4, 3).bfloat16()
-    optimizer = MasterWeights(model.named_parameters(), torch.optim.SGD, lr=0.1)
-    give_gradients(list(model.parameters()))
-    optimizer.step()
-    saved = optimizer.state_dict()
-    assert saved["param_groups"][0]["param_names"] == ["weight", "bias"]
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
-
-
 def test_closures_see_the_parameters_of_the_latest_masters() -> None:
     """LBFGS evaluates many times a step; with one parameter in fp32's reach of bf16 it must go as in fp32."""
     target = torch.randn(8, 8)
