@@ -31,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RECIPES: list[Recipe | None] = [None, NAMED["delayed"], NAMED["nvfp4"]]
-SEQUENCE = pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
 
 
 # ---- Start values ---------------------------------------------------------------------------------------------------
@@ -283,10 +282,8 @@ def test_quantized_input(worker_pool: Pools, kind: str, rows: tuple[int, int], r
     worker_pool(2).run(_quantized_input, Case(kind, rows, True, named(recipe)))
 
 
-@SEQUENCE
 @pytest.mark.parametrize("kind", KINDS)
-def test_options_without_sequence_parallelism(worker_pool: Pools, kind: str, sequence_parallel: bool) -> None:
+def test_options_without_sequence_parallelism(worker_pool: Pools, kind: str) -> None:
     """The same, of all options, with one recipe."""
     for option in OPTIONS:
-        case = Case(kind, (20, 13) if sequence_parallel else (33, 0), sequence_parallel, named("current"), dtype=FP32)
-        worker_pool(2).run(_with_option, case, option)
+        worker_pool(2).run(_with_option, Case(kind, (33, 0), False, named("current"), dtype=FP32), option)

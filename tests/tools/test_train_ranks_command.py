@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,14 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from minifloat.tools.cli import train as training
 from minifloat.tools.cli.ranks import check_started
 from minifloat.tools.train import loop
-from minifloat.tools.train.checkpoint import complete, latest
 from minifloat.tools.train.data import Batches
-from minifloat.tools.train.loop import TrainConfig
 from minifloat.tools.train.model import MODELS
-from minifloat.tools.train.state import read_history
 from tests.helpers.micro_training import invoke, write_texts
 from tests.helpers.train_on_ranks import SIZES, command, of_torchrun
 
@@ -184,52 +177,3 @@ def test_mistakes_end_with_a_message(options: tuple[object, ...], tmp_path: Path
             process.join(60)
             assert process.exitcode == 2
     assert "1 sequences in a step are too few for 2 ranks that share them" in refused.said()[1]
-
-
-def in_fp32() -> None:
-    """Activations too, so that on other ranks no more than the order of sums differs."""
-    training.TrainConfig = partial(TrainConfig, dtype=torch.float32)  # type: ignore[misc, assignment]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe, bound", [("bf16", 1e-4), ("mxfp8", 0.02)])
-def test_ranks_killed_twelve_times(
-    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, bound: float
-) -> None:
-    """Every other kill of a rank hits a save; each time other ranks go on, with the losses of one process."""
-    moments, out = 12, tmp_path / "out"
-    choose, inside, reached = random.Random(0), 0, [0]
-    all_options = (*options, "--recipe", recipe, "--steps", 4 * moments + 4, "--save-every", 1, "--learning-rate", 1e-3)
-    monkeypatch.setattr(training, "TrainConfig", TrainConfig)  # to be put back
-    in_fp32()
-    code, text = invoke(*all_options, "--out", tmp_path / "whole")
-    assert code == 0, text
-    expected = [(record["loss"], record["gradient_norm"]) for record in written(tmp_path / "whole")]
-    saves = out / "checkpoints" / recipe
-    grids = [(2, ("--fsdp",)), (4, ("--fsdp", "--tp", 2)), (1, ()), (3, ("--fsdp",))]
-    for moment in range(moments + 1):  # the last one ends in order
-        size, more = grids[moment % len(grids)] if moment < moments else (2, ("--fsdp",))
-        resume = ("--resume",) if latest(saves) is not None else ()
-        with command(tmp_path / f"{moment}", size, *all_options, *more, "--out", out, *resume, hook=in_fp32) as ranks:
-            if moment == moments:
-                assert ranks.wait() == [0] * size, ranks.said()
-            else:
-                save = f".step-{reached[-1] + choose.randint(2, 4):08}.partial"
-                awaited = saves / (save if moment % 2 == 0 else save[1 : -len(".partial")])
-                while ranks.processes[0].is_alive() and not awaited.exists():
-                    time.sleep(0.001)
-                time.sleep(choose.uniform(0.0, 0.01 if moment % 2 == 0 else 0.1))
-                ranks.processes[0 if moment % 2 == 0 else choose.randrange(size)].kill()
-                for process in ranks.processes:  # with gloo the others see it; torchrun would end them
-                    process.join(5)
-        newest = latest(saves)
-        assert len(complete(saves)) == len(list(saves.glob("step-*")))  # what has a checkpoint's name is complete
-        assert newest is not None, ranks.said()
-        inside += any(saves.glob(".step-*.partial"))
-        reached.append(newest.step)
-        history = [(m.loss, m.gradient_norm) for m in read_history(newest.training_state()["history"])]
-        mine, other = torch.tensor(history).T, torch.tensor(expected[: newest.step]).T
-        torch.testing.assert_close(mine[0], other[0], rtol=bound, atol=0)
-        torch.testing.assert_close(mine[1], other[1], rtol=5 * bound, atol=0)
-    print(f"{inside} of {moments} kills inside a save; steps reached {reached[1:]}")
-    assert inside > 0 and reached == sorted(reached) and reached[-1] == len(expected)
