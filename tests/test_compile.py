@@ -38,6 +38,7 @@ from minifloat.recipe import (
     Recipe,
     named,
 )
+from tests.helpers.compiled import Pair, graphs
 from tests.helpers.sample import first_by_default
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -89,88 +90,31 @@ def two_layers(recipe: Recipe | None, device: torch.device | str = "cpu", **opti
     return nn.Sequential(first, nn.ReLU(), Linear(HIDDEN, OUT, recipe=recipe, device=device, **options))
 
 
-class Twins:
-    """A model and its compiled copy, which take the same steps.
+class Twins(Pair):
+    """Two layers and their compiled copies, which take the same steps; ``way``: where the recipe comes from."""
 
-    Args:
-        recipe: of both.
-        way: where the recipe comes from.
-        call: runs the model; default: calls it.
-    """
+    exact_biases = False
 
     def __init__(
-        self,
-        recipe: Recipe,
-        way: Way = "own",
-        *,
-        backend: str = "aot_eager",
-        dynamic: bool | None = None,
-        fullgraph: bool = True,
-        device: torch.device | str = "cpu",
-        call: Callable[..., Tensor] = lambda model, x: model(x),
-        **options: Any,
-    ) -> None:
+        self, recipe: Recipe, way: Way = "own", *, call: Callable[..., Tensor] = lambda model, x: model(x),
+        device: torch.device | str = "cpu", save_original_input: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         self.recipe, self.way, self.device = recipe, way, device
-        self.eager = two_layers(recipe if way == "own" else None, device, **options)
-        if way != "own":
-            prepare(self.eager, recipe)
-        self.model = copy.deepcopy(self.eager)
-        if way != "own":
-            prepare(self.model, recipe)  # the very recipe, not the copy that deepcopy has made of it
 
-        def run(model: nn.Module, x: Tensor, *args: Any) -> Tensor:
-            if way != "inside":
-                return call(model, x, *args)
-            with autocast(recipe=recipe):
-                return call(model, x, *args)
+        def run(model: nn.Module, x: Tensor, *more: Any) -> Tensor:
+            with autocast(recipe=recipe) if way == "inside" else contextlib.nullcontext():
+                return call(model, x, *more)
 
-        self.run = run
-        compiled = torch.compile(
-            lambda x, *args: run(self.model, x, *args), fullgraph=fullgraph, dynamic=dynamic, backend=backend
-        )
-        self.compiled: Callable[..., Tensor] = compiled
+        own = recipe if way == "own" else None
+        model = two_layers(own, device, save_original_input=save_original_input)
+        super().__init__(model, run, None if way == "own" else recipe, **options)
 
-    def _step(self, run: Callable[..., Tensor], x: Tensor, seed: int, *args: Any) -> tuple[Tensor, Tensor | None]:
-        """Output and input gradient of one step; what is drawn is the same for both twins."""
-        x = x.clone().requires_grad_(torch.is_grad_enabled())
-        torch.manual_seed(seed)
-        around = autocast(recipe=self.recipe) if self.way == "outside" else contextlib.nullcontext()
-        with around:
-            y = run(x, *args)
-        if torch.is_grad_enabled():
-            y.square().sum().backward()
-        return y.detach(), x.grad
-
-    def step(self, shape: Sequence[int], *args: Any) -> None:
+    def take(self, shape: Sequence[int], *more: Any) -> None:
         """A step of both on the same data: everything must be equal."""
         seed = sum(shape)
         x = torch.randn(*shape, IN, device=self.device) * seed
-        y, dx = self._step(lambda x, *args: self.run(self.eager, x, *args), x, seed, *args)
-        z, dz = self._step(self.compiled, x, seed, *args)
-        assert torch.equal(y, z), "output"
-        assert (dx is None and dz is None) or torch.equal(dx, dz), "input gradient"  # type: ignore[arg-type]
-        self.same_state()
-
-    def same_state(self) -> None:
-        """Parameters' gradients, main gradients and buffers."""
-        for (name, p), q in zip(self.eager.named_parameters(), self.model.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), name
-            if p.grad is not None and q.grad is not None:
-                if name.endswith("bias"):
-                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-5 * float(p.grad.abs().max()))
-                else:
-                    assert torch.equal(p.grad, q.grad), name
-            if hasattr(p, "main_grad"):
-                assert torch.equal(p.main_grad, q.main_grad), name  # type: ignore[attr-defined]
-        buffers = dict(self.model.named_buffers())
-        assert buffers.keys() == dict(self.eager.named_buffers()).keys()
-        for name, buffer in self.eager.named_buffers():
-            assert torch.equal(buffer, buffers[name]), name
-
-    @staticmethod
-    def graphs() -> int:
-        """How often something was compiled."""
-        return counters["stats"]["unique_graphs"]
+        with autocast(recipe=self.recipe) if self.way == "outside" else contextlib.nullcontext():
+            self.step(x, seed, torch.is_grad_enabled(), *more)
 
 
 def grads_cleared(twins: Twins) -> None:
@@ -193,8 +137,8 @@ def test_every_recipe(name: str) -> None:
     """One graph serves all token counts where dynamic shapes were asked for and the grid of blocks has no dim of 1."""
     twins = Twins(RECIPES[name], "outside", dynamic=True)
     for tokens in (13, 16, 11):
-        twins.step((tokens, 3))
-    assert twins.graphs() == 1
+        twins.take((tokens, 3))
+    assert graphs() == 1
     assert bool(list(twins.model.buffers())) == (name in STATEFUL)
 
 
@@ -205,7 +149,7 @@ def test_inductor(name: str) -> None:
     """The default backend, with its own partitioner, which chooses what backward computes again."""
     twins = Twins(RECIPES[name], "outside" if name == "delayed" else "own", backend="inductor", dynamic=True)
     for tokens in (5, 7, 16):
-        twins.step((tokens,))
+        twins.take((tokens,))
         grads_cleared(twins)
 
 
@@ -215,11 +159,11 @@ def test_recompilations_over_token_counts(name: str) -> None:
     twins = Twins(RECIPES[name])
     counts = (5, 7, 1, 9, 2, 16, 33, 64, 3, 128)
     for tokens in counts:
-        twins.step((tokens,))
-    assert twins.graphs() <= 4
+        twins.take((tokens,))
+    assert graphs() <= 4
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (*counts, 11, 48):
-            twins.step((tokens,))
+            twins.take((tokens,))
 
 
 @pytest.mark.parametrize("name", ["delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
@@ -228,19 +172,19 @@ def test_modes_flip(name: str) -> None:
     twins = Twins(RECIPES[name], "outside")
 
     def turn() -> None:
-        twins.step((6,))
+        twins.take((6,))
         with torch.no_grad():
-            twins.step((6,))
+            twins.take((6,))
         for model in (twins.eager, twins.model):
             model.eval()
-        twins.step((6,))
+        twins.take((6,))
         with torch.no_grad():
-            twins.step((6,))
+            twins.take((6,))
         for model in (twins.eager, twins.model):
             model.train()
 
     turn()
-    assert twins.graphs() <= 4
+    assert graphs() <= 4
     with torch._dynamo.config.patch(error_on_recompile=True):
         turn()
 
@@ -268,7 +212,7 @@ def test_users_algorithms() -> None:
     )
     twins = Twins(recipe)
     for _ in range(3):
-        twins.step((5,))
+        twins.take((5,))
 
 
 @pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
@@ -281,7 +225,7 @@ def test_a_layer_called_twice(name: str, way: Way) -> None:
 
     twins = Twins(RECIPES[name], way, call=twice)
     for _ in range(3):
-        twins.step((5,))
+        twins.take((5,))
 
 
 # ---- Options of the layer ----
@@ -298,7 +242,7 @@ def with_first_microbatch(model: nn.Module, x: Tensor, first: bool) -> Tensor:
 def test_cached_weights(name: str) -> None:
     twins = Twins(RECIPES[name], fullgraph=False, call=with_first_microbatch)
     for first in (True, False, False, True, False):
-        twins.step((5,), first)
+        twins.take((5,), first)
 
 
 @first_by_default
@@ -316,7 +260,7 @@ def test_cached_weights(name: str) -> None:
 def test_input_kept_for_backward(name: str, way: Way) -> None:
     twins = Twins(RECIPES[name], way, save_original_input=True)
     for _ in range(3):
-        twins.step((5,))
+        twins.take((5,))
 
 
 def test_delayed_scaling_needs_prepare() -> None:
@@ -389,17 +333,17 @@ def test_operations_of_a_compiled_linear(name: str) -> None:
 
     X and W are cast apart, so that siblings share X's codes; delayed scaling gives each scales of its own.
     """
-    graphs: list[Counter[str]] = []
+    found: list[Counter[str]] = []
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         text = graph.print_readable(print_output=False)
-        graphs.append(Counter(re.findall(r"torch\.ops\.minifloat\.(\w+)\.default", text)))
+        found.append(Counter(re.findall(r"torch\.ops\.minifloat\.(\w+)\.default", text)))
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=count, bw_compiler=count)
     compiled = torch.compile(Linear(IN, HIDDEN, recipe=RECIPES[name]), fullgraph=True, backend=backend)
     compiled(torch.randn(4, IN, requires_grad=True)).sum().backward()
-    assert tuple(graphs) == OPERATIONS[name]
+    assert tuple(found) == OPERATIONS[name]
 
 
 def test_warm_start() -> None:
@@ -436,7 +380,7 @@ def test_equal_layers_compile_once(recipe: str) -> None:
     grads = [(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True)]
     assert all(p is not None and q is not None and torch.equal(p, q) for p, q in grads)
     assert all(map(torch.equal, model.buffers(), eager.buffers()))
-    assert Twins.graphs() == 1
+    assert graphs() == 1
 
 
 # ---- On a GPU ----
@@ -450,7 +394,7 @@ def test_inductor_on_a_gpu(name: str, way: Way) -> None:
     twins = Twins(RECIPES[name], way, backend="inductor", device="cuda")
     with torch._inductor.config.patch(shape_padding=False):  # of products in high precision, by what a timing says
         for tokens in (48, 5, 64, 1):
-            twins.step((tokens,))
+            twins.take((tokens,))
             grads_cleared(twins)
 
 
