@@ -18,7 +18,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops.activation import kernels as activation
 from minifloat.ops.norm.kernels import norm_cast
 from minifloat.ops.quantize import blocks, empty_cast, nvfp4, per_tensor
-from minifloat.ops.quantize.job import Job, Target
+from minifloat.ops.quantize.job import CastJob, CastTarget
 from minifloat.ops.tiles import Tile, tile
 
 FORMATS = {
@@ -59,16 +59,16 @@ FUSED_CASTS = [
 """Enlarged to whole blocks, with their warps."""
 
 
-def job(x: Tensor, fmt: Format, dims: Iterable[int]) -> tuple[Job, int]:
+def job(x: Tensor, fmt: Format, dims: Iterable[int]) -> tuple[CastJob, int]:
     """A job with its outputs, and the bytes that it must move."""
     level = torch.full((1,), 5.0, device=x.device) if fmt.block == 0 or fmt.scale_rule == "two_level" else None
-    targets: dict[int, Target] = {}
+    targets: dict[int, CastTarget] = {}
     moved = x.numel() * x.element_size()
     for dim in dims:
         codes, scale = empty_cast(x, fmt, dim, not fmt.packed and fmt.block in (0, 128))
-        targets[dim] = Target(fmt, dim, level, codes, scale, torch.zeros(1, device=x.device), fmt.block in (0, 128))
+        targets[dim] = CastTarget(fmt, dim, level, codes, scale, torch.zeros(1, device=x.device), fmt.block in (0, 128))
         moved += codes.numel() + scale.numel() * scale.element_size()
-    return Job(x, None, targets.get(ROWWISE), targets.get(COLUMNWISE)), moved
+    return CastJob(x, None, targets.get(ROWWISE), targets.get(COLUMNWISE)), moved
 
 
 def report(name: str, moved: int, candidates: list[Tile], launch: Callable[[Tile], object], default: Tile) -> None:

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifloat import delayed, finite
+from minifloat import delayed
 from minifloat.arguments import checked
 from minifloat.delayed import AmaxHistory, Member, Region, in_order
+from minifloat.quantizer import as_matrix
 from minifloat.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -66,6 +67,8 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
 
     batch_invariant_used: ClassVar[bool] = False
     """Some context was made with ``batch_invariant``: what costs nothing where none was."""
+    check_finite_used: ClassVar[bool] = False
+    """Some context with ``check_finite`` was entered."""
 
     @checked
     def __init__(
@@ -89,7 +92,9 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
 
     def __enter__(self) -> autocast:
         if self.check_finite:
-            finite.add(1)
+            if torch.compiler.is_compiling():
+                raise RuntimeError(_NOT_COMPILED)
+            autocast.check_finite_used = True
         # The outermost context owns the region, so that nested ones do not update what is still in use.
         self.region = _stack.contexts[0].region if _stack.contexts else Region()
         _stack.contexts.append(self)
@@ -101,8 +106,6 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         if _stack.contexts[-1:] != [self]:
             raise RuntimeError("autocast: contexts are left in the reverse order of entering; use with statements")
         _stack.contexts.pop()
-        if self.check_finite:
-            finite.add(-1)
         region, self.region = self.region, Region()  # which would keep the modules alive as long as the context
         if not _stack.contexts and kind is None:
             region.update(forward=True)
@@ -143,7 +146,6 @@ def surrounding_contexts() -> list[autocast]:
 def restore_contexts(contexts: list[autocast]) -> list[autocast]:
     """Puts this thread inside of ``contexts``, for a recomputation: no histories are updated. Returns the replaced."""
     replaced, _stack.contexts = _stack.contexts, contexts
-    finite.add(sum(context.check_finite for context in contexts) - sum(c.check_finite for c in replaced))
     return replaced
 
 
@@ -166,8 +168,49 @@ def captured(context: autocast) -> Iterator[list[Any]]:
 
 
 def checks_finite() -> bool:
-    """Whether some context of this thread has ``check_finite``; asked where ``finite.active``."""
+    """Whether some context of this thread has ``check_finite``; asked if ``check_finite_used``."""
     return any(context.check_finite for context in _stack.contexts)
+
+
+_NOT_COMPILED = "autocast(check_finite=True) looks at values, which compiled code cannot; run eager"
+
+
+def check_can_wait(label: str) -> None:
+    """Raises RuntimeError where nothing waits for the device: while the layer is compiled, or a CUDA graph captured."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{label}: {_NOT_COMPILED}")
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{label}: autocast(check_finite=True) looks at values, which the capture of a CUDA graph cannot; capture "
+            "without it"
+        )
+
+
+def check_finite(label: str, what: str, tensor: Tensor) -> None:
+    """Waits for the device.
+
+    Raises:
+        FloatingPointError: some element is infinite or NaN; it names the layer ``label`` and ``what`` the tensor is.
+        RuntimeError: of :func:`check_can_wait`.
+    """
+    check_can_wait(label)
+    with torch.no_grad():
+        values = tensor.detach()
+        found = ~values.isfinite()
+        if values.is_meta or not bool(found.any()):
+            return
+        first, nan = found.nonzero()[0].tolist(), int(values.isnan().sum())
+        infinite = int(found.sum()) - nan
+        raise FloatingPointError(
+            f"{label}: {what} of shape {tuple(values.shape)} is not finite: {infinite} infinite and {nan} NaN, the "
+            f"first at {first}"
+        )
+
+
+def watch_gradient(label: str, y: Tensor, rows: int | None = None) -> None:
+    """Checks the gradient of a layer's result [..., N], or of so many of its rows, when backward brings it."""
+    if y.requires_grad:
+        y.register_hook(lambda dy: check_finite(label, "grad_output", dy if rows is None else as_matrix(dy)[:rows]))
 
 
 def is_batch_invariant() -> bool:
@@ -258,7 +301,7 @@ class DelayedCall:
                 self.states[0].progress.recording = False
 
     def backward_begins(self) -> None:
-        """To be called before a backward reads its scale, which an earlier region's backward may have completed."""
+        """Updates, before a backward reads its scale, what an earlier region's backward has completed."""
         if self.records[1] and not self.captured and not torch.compiler.is_compiling():
             self._update_others([self.states[1]])
 

@@ -14,7 +14,7 @@ from minifloat.arguments import shown
 from minifloat.formats import Format
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed, new, quantize
-from minifloat.ops.quantize.reference import Output, Request, Work, as_matrix
+from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix
 
 Amaxes = tuple[Tensor | None, ...]
 """One entry for each cast of :attr:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""
@@ -111,13 +111,13 @@ class Casts:
 
     def __init__(self, wanted: Sequence[TensorCasts], k_major: bool = False, emit_bf16: Sequence[int] = ()) -> None:
         self.wanted = wanted
-        self.request = request = Request([], [], [], [], [], [], [], [])
+        self.request = request = CastRequest([], [], [], [], [], [], [], [])
         self._as_values: list[bool] = []  # for each cast
         self._needs_amax: list[list[bool]] = []  # for each cast of each tensor
         self._sources: list[tuple[int, int, bool]] = []  # of each cast: tensor, place among its amaxes, takes a scale
         self._read: list[int] = []  # ``read_amaxes`` of the request, found without the parsing that no compiler traces
         self._stochastic: list[int] = []  # casts that need random bits
-        self._works: dict[tuple[bool, Any], Work] = {}  # by what is asked for, on a GPU or not
+        self._works: dict[tuple[bool, Any], RequestedCasts] = {}  # by what is asked for, on a GPU or not
         for i, (own, each) in enumerate(wanted):
             self._needs_amax.append([fmt.needs_amax for fmt, _ in own])
             numbers = []
@@ -202,12 +202,12 @@ class Casts:
             found = iter((self._works.get(key) or self._work(key))(xs, (), (), None)[1])
         return [tuple([next(found) if needed else None for needed in wanted]) for wanted in self._needs_amax]
 
-    def _work(self, key: tuple[bool, Any]) -> Work:
+    def _work(self, key: tuple[bool, Any]) -> RequestedCasts:
         """Prepares kernels or the reference: for the amaxes alone, or for casts with those that are not known."""
         on_gpu, known = key
         request = self.request
         if known == "amaxes":
-            request = Request(request.amax_of, request.amax_formats, request.amax_dims, [], [], [], [], [])
+            request = CastRequest(request.amax_of, request.amax_formats, request.amax_dims, [], [], [], [], [])
         elif known is not None:
             wanted = [n for n, i in enumerate(request.amax_of) if not known[i]]
             number = {n: place for place, n in enumerate(wanted)}
@@ -218,11 +218,11 @@ class Casts:
                 own_level=[number.get(n, -1) for n in request.own_level],
             )
         if on_gpu:
-            from minifloat.ops.quantize.pipeline import Recorded  # which needs Triton
+            from minifloat.ops.quantize.pipeline import RecordedCasts  # which needs Triton
 
-            work: Work = Recorded(request, as_values=self._as_values)
+            work: RequestedCasts = RecordedCasts(request, as_values=self._as_values)
         else:
-            work = Work(request)
+            work = RequestedCasts(request)
         self._works[key] = work
         return work
 

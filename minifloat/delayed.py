@@ -133,7 +133,7 @@ def _update_by_callables(history: History) -> None:
 
 
 def _values_of(name: str, values: Any, history: History) -> Tensor:
-    """What a callable of the user's gave, in the dtype of scales."""
+    """Checks what a callable of the user's gave; returns it in the dtype of scales."""
     if not isinstance(values, Tensor) or values.shape != history.scale.shape:
         raise ValueError(
             f"DelayedScaling: {name} returned {shown(values)}; a tensor of shape {tuple(history.scale.shape)} is "
@@ -146,7 +146,7 @@ def _values_of(name: str, values: Any, history: History) -> Tensor:
 
 
 class Progress:
-    """Where the update of one history is. A plain object: setting an attribute of a module takes microseconds.
+    """Progress of the update of one history. A plain object: setting an attribute of a module takes microseconds.
 
     Attributes:
         recording: a forward outside of any ``autocast`` records amaxes, or did when it raised.
@@ -167,14 +167,12 @@ def history_length(saved: Any) -> int:
     return saved.shape[0] if isinstance(saved, Tensor) and saved.dim() == 2 else 0
 
 
-def _are_amaxes(values: Tensor) -> bool:
-    """All are floating point and none is below 0; infinity and NaN, as older checkpoints have them, are dropped."""
-    return values.is_floating_point() and not bool((values < 0).any())
-
-
 _VALID: dict[str, tuple[Callable[[Tensor], bool], str]] = {
     "scale": (are_scales, "not above 0 and finite, floating-point; scales are"),
-    "amax_history": (_are_amaxes, "below 0, or not floating-point; largest magnitudes are not"),
+    "amax_history": (  # infinity and NaN, as older checkpoints have them, are dropped
+        lambda values: values.is_floating_point() and not bool((values < 0).any()),
+        "below 0, or not floating-point; largest magnitudes are not",
+    ),
 }
 """Of each buffer: whether a state dict's is one, and how an error says that it is not."""
 
@@ -280,7 +278,7 @@ class AmaxHistory(nn.Module):
 
 
 class Region:
-    """What ran inside one outermost ``autocast``: the modules that keep amax histories, by direction.
+    """Modules with amax histories that ran inside one outermost ``autocast``, by direction.
 
     Modules and not their buffers: a compiled forward may not hand out buffers that its backward will write to. Linked
     and not a list: a compiler guards the length of a list, and would compile each layer anew for its place in it.

@@ -267,13 +267,9 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
 
 
 def averages(x: Tensor, groups: Sequence[Group]) -> bool:
-    """Reductions of ``x`` may divide by the sizes of ``groups`` as they sum, exactly: NCCL and powers of two."""
+    """Whether sums of ``x`` may be divided by the sizes of ``groups`` underway, exactly: NCCL and powers of two."""
     exact = x.dtype in (torch.float32, torch.bfloat16) and all(each.size & (each.size - 1) == 0 for each in groups)
-    return exact and x.is_cuda and all(_is_nccl(each, x) for each in groups)
-
-
-def _is_nccl(group: Group, x: Tensor) -> bool:
-    return group.process_group._get_backend(x.device).name() == "nccl"
+    return exact and x.is_cuda and all(each.process_group._get_backend(x.device).name() == "nccl" for each in groups)
 
 
 def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, mean: bool = False) -> Pending[Tensor]:

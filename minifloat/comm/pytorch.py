@@ -110,7 +110,7 @@ def check_same_rows(layer: object, parameters: Iterable[Tensor]) -> None:
 
 @functools.cache
 def check_when_wrapping(check: Callable[[nn.Module], None]) -> None:
-    """From now on ``check`` is called with what a wrapper is made of, before it communicates."""
+    """Calls ``check`` from now on with what a wrapper is made of, before it communicates."""
 
     def registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel) and submodule is not None:

@@ -309,7 +309,8 @@ def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group)
     So their number costs no transfers. The wholes are views, ranges of columns of what was received.
     """
     fields = shards.gathered(parts[0].format, parts[0].dim)
-    each = {field: [_as_columns(getattr(part, field)) for part in parts] for field, _ in fields}
+    each = {field: [getattr(part, field) for part in parts] for field, _ in fields}
+    each = {field: [x if x.dim() == 2 else x[:, None] for x in xs] for field, xs in each.items()}
     xs, maps = [torch.cat(tensors, 1) for tensors in each.values()], [rows for _, rows in fields]
     transfer = start_all_gather_rows(xs, maps, group)
 
@@ -321,10 +322,6 @@ def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group)
         return [with_fields(part, made, shards.total) for part, made in zip(parts, wholes, strict=True)]
 
     return Pending([], finish)
-
-
-def _as_columns(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x[:, None]
 
 
 def _start(
@@ -350,7 +347,9 @@ def _start(
     def finish() -> list[Quantized]:
         gathered = iter(transfer.wait())
         wholes = {key: _whole(own, gathered, shards) for key, own in owns.items()}
-        return [_assemble({dim: wholes[id(own)] for dim, own in each.items()}, gemm_ready) for each in wanted]
+        layout = _gemm_layout if gemm_ready else lambda whole, _: whole
+        found = [{dim: layout(wholes[id(own)], dim) for dim, own in each.items()} for each in wanted]
+        return [Quantized(each.get(ROWWISE), each.get(COLUMNWISE)) for each in found]
 
     return Pending([], finish)
 
@@ -366,12 +365,6 @@ def with_fields(operand: Operand, made: Mapping[str, Tensor], rows: int) -> Oper
     scale_inv, amax = made.get("scale_inv", operand.scale_inv), made.get("amax", operand.amax)
     shape = rows, operand.shape[1]
     return Operand(made["codes"], scale_inv, amax, operand.format, operand.dim, shape, operand.dtype)
-
-
-def _assemble(found: dict[int, Operand], gemm_ready: bool) -> Quantized:
-    if gemm_ready:
-        found = {dim: _gemm_layout(whole, dim) for dim, whole in found.items()}
-    return Quantized(found.get(ROWWISE), found.get(COLUMNWISE))
 
 
 def _gemm_layout(operand: Operand, dim: int) -> Operand:

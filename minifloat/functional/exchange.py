@@ -74,7 +74,7 @@ class Local(TensorParallel):
     """
 
     def output_shape(self, shape: Sequence[int], features: int) -> tuple[int, ...]:
-        """Of Y on this rank, from that of X."""
+        """Shape of Y on this rank, from that of X."""
         return (*shape[:-1], features)
 
     def values(self, x: Any) -> Any:

@@ -172,7 +172,7 @@ def multiply_groups(
 
 
 def _takes_product(out: Tensor, dtype: torch.dtype) -> bool:
-    """Kernels of groups can write a product there."""
+    """Whether kernels of groups can write a product there."""
     if torch.compiler.is_compiling() or type(out) is not Tensor:
         return False
     return out.dtype == dtype and out.is_contiguous() and out.data_ptr() % 256 == 0
@@ -188,7 +188,7 @@ def _check_out(gemm: str, out: Tensor | None, shape: tuple[int, ...], dtype: tor
 
 
 def check_operands(gemm: str, a: Operand, b: Operand) -> tuple[int, int, int, int]:
-    """For each operand the dim that is contracted and the size of the other one."""
+    """Checks operands; returns for each the dim that is contracted and the size of the other one."""
     a_along, b_along = matmul.CONTRACTED[gemm]
     for operand, along in ((a, a_along), (b, b_along)):
         if operand.dim != along and not operand.format.symmetric:
@@ -267,7 +267,7 @@ def multiply_rows(
 
 
 def _offsets(rows: int, device: torch.device) -> Tensor:
-    """Of one group; ``rows`` may be a symbol of a compiler, which must guard nothing for it."""
+    """Offsets of one group; ``rows`` may be a symbol of a compiler, which must guard nothing for it."""
     return torch.arange(2, dtype=torch.int32, device=device) * rows
 
 

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat import finite
 from minifloat.arguments import checked, label_of
-from minifloat.autocast import DelayedCall
+from minifloat.autocast import DelayedCall, check_can_wait
 from minifloat.comm.group import cached
 from minifloat.formats import COLUMNWISE, IDENTITY
 from minifloat.functional.norm_activation import measures_amax
@@ -67,7 +66,7 @@ class GroupLayout(NamedTuple):
             )
         on_host, compiling = counts.device.type == "cpu" and type(counts) is Tensor, torch.compiler.is_compiling()
         if wait and (compiling or not on_host):
-            finite.check_can_wait(label_of(layer))
+            check_can_wait(label_of(layer))
         if on_host and compiling:
             counts = grouped.checked_counts(counts, rows, type(layer).__name__)
         elif wait or on_host:

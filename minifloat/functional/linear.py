@@ -160,7 +160,7 @@ def grad_input(spec: Spec, dx: Tensor, x_shape: Sequence[int], delayed: DelayedC
 Gatherers = tuple[Group, ShardMap | None]
 """Who gathers an input, and the rows that each has of it."""
 
-Cast = tuple[torch.dtype, Quantizer, tuple[int, ...], Gatherers | None]
+InputCast = tuple[torch.dtype, Quantizer, tuple[int, ...], Gatherers | None]
 """How an input is cast: to which dtype first, the quantizer, the dims along which it gives values
 (``Spec.emit_bf16``), and who gathers it, if ranks do: then the operands are this rank's part."""
 
@@ -170,14 +170,14 @@ class _Latest(NamedTuple):
 
     source: ReferenceType[Tensor]
     version: int
-    cast: Cast
+    cast: InputCast
     capturing: bool  # into a CUDA graph: such operands have values in a replay only, others are constants to it
     operands: Quantized
     readers: list[nn.Module]  # not their ids, which other modules have later, on some ranks and not on others
 
 
 class _Slot:
-    """Of one thread: a plain object, which whoever frees the input can empty, in whichever thread that is."""
+    """Latest input of one thread: a plain object, which whoever frees the input can empty, in any thread."""
 
     def __init__(self) -> None:
         self.latest: _Latest | None = None
@@ -196,7 +196,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def find_operands(x: Tensor, cast: Cast, reader: nn.Module) -> Quantized | None:
+def find_operands(x: Tensor, cast: InputCast, reader: nn.Module) -> Quantized | None:
     """The operands that another layer just made of this very ``x``, if they are the same.
 
     All ranks find the same, since they run the same. For eager code alone: in a compiled graph casts of one tensor are
@@ -214,7 +214,7 @@ def find_operands(x: Tensor, cast: Cast, reader: nn.Module) -> Quantized | None:
     return latest.operands
 
 
-def keep_operands(x: Tensor, cast: Cast, operands: Quantized | None, reader: nn.Module) -> None:
+def keep_operands(x: Tensor, cast: InputCast, operands: Quantized | None, reader: nn.Module) -> None:
     """Offers operands of ``x`` to the next layers, until ``x`` is freed or another tensor is quantized.
 
     ``cast``: with a quantizer whose casts siblings would repeat bit for bit (:func:`is_shared`). Eager code alone, as

@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minifloat import finite
 from minifloat.arguments import Size, checked, label_of, shown
-from minifloat.autocast import checks_finite
+from minifloat.autocast import autocast, check_can_wait, checks_finite
 from minifloat.functional.autograd import apply, exporting, first_order, guarded
 from minifloat.ops.permute import check_indices, checked_indices, permute_rows, unpermute_rows, unpermute_rows_backward
 
@@ -233,9 +232,9 @@ def route(indices: Tensor, num_experts: int, layer: object = "sort_by_expert") -
         )
     indices = indices.to(torch.promote_types(indices.dtype, torch.int32))  # no int8 can be compared with all numbers
     on_host, compiling = indices.is_cpu and type(indices) is Tensor, torch.compiler.is_compiling()
-    wait = finite.active and checks_finite() and not indices.is_meta
+    wait = autocast.check_finite_used and checks_finite() and not indices.is_meta
     if wait and (compiling or not on_host):
-        finite.check_can_wait(label_of(layer))
+        check_can_wait(label_of(layer))
     if on_host and compiling and not exporting():
         indices = checked_indices(indices, num_experts, layer if isinstance(layer, str) else type(layer).__name__)
     elif wait or (on_host and not compiling):

@@ -114,14 +114,14 @@ def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | N
 
 
 def is_old(overwrite: bool, weight: Any) -> bool:
-    """What is in ``main_grad`` is of the previous step."""
+    """Whether what is in ``main_grad`` is of the previous step."""
     # A weight may be used several times in a microbatch: only the first dW replaces what the previous step left.
     old = overwrite and getattr(weight, "main_grad_is_old", True)
     return bool(old or getattr(weight, "overwrite_main_grad", False))
 
 
 def written(weight: Any, old: bool) -> bool:
-    """Says on the weight that dW is in ``main_grad``; returns whether hooks on the weight are to run."""
+    """Sets ``grad_added_to_main_grad``; returns whether autograd gets zeros, so that hooks on the weight run."""
     if old:
         weight.main_grad_is_old = False
     weight.grad_added_to_main_grad = True
@@ -150,5 +150,5 @@ def computed(dw: Tensor, dtype: torch.dtype, out: Tensor | None = None, accumula
 
 
 def asks_in_backward(weight: Tensor, overwrite: bool) -> bool:
-    """What :func:`into_main_grad` does depends on attributes that the weight has in backward."""
+    """Whether :func:`into_main_grad` depends on attributes that the weight has in backward."""
     return overwrite or getattr(weight, "overwrite_main_grad", False) or getattr(weight, "zero_out_wgrad", False)

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
-from minifloat.autocast import DelayedCall, checks_finite
+from minifloat.autocast import DelayedCall, autocast, check_finite, checks_finite, watch_gradient
 from minifloat.comm.group import Group, cached
 from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import Format
@@ -222,7 +221,7 @@ class GroupedLinear(LinearState):
             y = as_quantized_tensor(y, spec.config.output, "output", None, type(self).__name__)
         if delayed is not None:
             delayed.forward_finished()
-        if finite.active:
+        if autocast.check_finite_used:
             self._check_groups_finite(x, y, layout)
         return (y, self._bias_vector()) if self.return_bias else y
 
@@ -287,9 +286,9 @@ class GroupedLinear(LinearState):
         if not checks_finite():
             return
         total = int(layout.offsets[-1])
-        finite.check(self._label, "input", as_matrix(x)[:total])
-        finite.check(self._label, "weight", self._own_values())
-        finite.watch_gradient(self._label, y, total)
+        check_finite(self._label, "input", as_matrix(x)[:total])
+        check_finite(self._label, "weight", self._own_values())
+        watch_gradient(self._label, y, total)
 
     # ---- the parameters: one for each expert or one of all, whole or this rank's rows of each ----
 

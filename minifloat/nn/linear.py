@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat import finite
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.autocast import autocast, is_batch_invariant
 from minifloat.comm.group import Group
@@ -196,7 +195,7 @@ class Linear(LinearState, nn.Linear):
             keep_operands(source, cast, given.x, self)
         if given.delayed is not None:
             given.delayed.forward_finished()
-        if finite.active:
+        if autocast.check_finite_used:
             self._check_finite(x, y)
         return (y, linear_call.returned_bias(self, exchange)) if self.return_bias else y
 
@@ -212,7 +211,7 @@ class Linear(LinearState, nn.Linear):
         y = F.linear(x, weight, None if self.return_bias else bias)
         if y.dim() > 2:
             y = as_output(y, y.shape)  # PyTorch's is a view of a matrix
-        if finite.active:
+        if autocast.check_finite_used:
             self._check_finite(x, y)
         return (y, bias) if self.return_bias else y
 

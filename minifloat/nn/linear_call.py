@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from minifloat import finite, recompute
+from minifloat import recompute
 from minifloat.arguments import check_value
 from minifloat.autocast import DelayedCall, autocast, current, is_batch_invariant, surrounding_recipe
 from minifloat.comm.collectives import other_recipes, other_recipes_in_trace
@@ -241,7 +241,7 @@ def check_input(layer: LinearState, x: Tensor, is_first_microbatch: bool | None)
         raise TypeError(f"{layer._label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
     if x.dim() == 0 or x.shape[-1] != layer.in_features:
         raise ValueError(f"{layer._label}: input of shape {tuple(x.shape)} must end in in_features={layer.in_features}")
-    if finite.active:
+    if autocast.check_finite_used:
         layer._check_finite(x)
 
 

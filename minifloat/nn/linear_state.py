@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from minifloat import finite
 from minifloat.arguments import check_value, checked
-from minifloat.autocast import DelayedCall, checks_finite, first_equal
+from minifloat.autocast import DelayedCall, check_finite, checks_finite, first_equal, watch_gradient
 from minifloat.comm.pytorch import check_synchronized
 from minifloat.delayed import AmaxHistory, history_length
 from minifloat.functional.etp.weight import GatheredWeight
@@ -278,10 +277,10 @@ class LinearState(QuantizedWeights):
         if not checks_finite():
             return
         if y is None:
-            finite.check(self._label, "input", x)
-            finite.check(self._label, "weight", self._own_values())
+            check_finite(self._label, "input", x)
+            check_finite(self._label, "weight", self._own_values())
         else:
-            finite.watch_gradient(self._label, y)
+            watch_gradient(self._label, y)
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.

@@ -15,7 +15,7 @@ _CHUNK_ELEMENTS = 2**24
 
 
 def chunks(rows: int, classes: int, chunk_rows: int) -> Iterator[slice]:
-    """Which of so many rows are held in fp32 at a time; ``chunk_rows`` 0 chooses."""
+    """Slices of rows that are held in fp32 at a time; ``chunk_rows`` 0 chooses."""
     step = chunk_rows or max(1, _CHUNK_ELEMENTS // max(1, classes))
     return (slice(start, start + step) for start in range(0, rows, step))
 
@@ -26,7 +26,7 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Targets(NamedTuple):
-    """Where the logits of targets are, among those of some of the classes; [M] each.
+    """Places of the targets' logits among those of some of the classes; [M] each.
 
     Args:
         column: of the target's logit; 0 where it is not here, or ignored.
@@ -51,7 +51,7 @@ class _Targets(NamedTuple):
 
 
 def _statistics(z: Tensor, targets: _Targets, label_smoothing: float) -> Tensor:
-    """Of logits ``z`` [M, V] the log-sum-exp, those of the targets and, with label smoothing, the sum: [2 or 3, M]."""
+    """Computes the log-sum-exp of logits ``z`` [M, V], the targets' and, with label smoothing, the sum: [2 or 3, M]."""
     picked = z.gather(1, targets.column[:, None])[:, 0].masked_fill(~targets.own, 0)
     return torch.stack([z.logsumexp(-1), picked, *([z.sum(-1)] if label_smoothing else [])])
 
@@ -92,7 +92,7 @@ def cross_entropy_statistics(
     first: SymInt,
     classes: SymInt,
 ) -> Tensor:
-    """What losses need to know of logits [M, V]: V of ``classes`` classes, from ``first`` on. Targets are int64 [M].
+    """Computes what losses need of logits [M, V]: V of ``classes`` classes, from ``first`` on. Targets are int64 [M].
 
     fp32 [2, M], or [3, M] with label smoothing: log-sum-exp, the logit of the target (0 where it is none of these
     classes) and the sum; :func:`loss_of_parts` makes losses of them. ``chunk_rows`` 0 chooses.
@@ -175,7 +175,7 @@ def of_head(
     needs: list[bool],
     of_chunk: Callable[[Tensor, slice], tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What :data:`linear_cross_entropy` gives; ``of_chunk``: from fp32 logits of some rows losses and gradient."""
+    """Computes :data:`linear_cross_entropy`; ``of_chunk``: from fp32 logits of some rows losses and gradient."""
     total, dhidden, dweight, dbias = _empty_linear(hidden, weight, needs)
     for each in (total, dweight, dbias):
         each.zero_()

@@ -1,4 +1,4 @@
-"""How a Triton kernel is launched: past the JIT's binder, and counted.
+"""Launches Triton kernels: past the JIT's binder, and counted.
 
 A launch through Triton's own ``kernel[grid](...)`` looks at every argument anew and costs more host time than a small
 kernel takes on the GPU. Here the place of an argument says what it is (tensors, then integers, then compile-time
@@ -36,7 +36,7 @@ _counters: list[Counter[str]] = []
 
 
 class _Local(threading.local):
-    """Of this thread: where its launches are logged. Autograd has a thread for each device."""
+    """Log of this thread's launches. Autograd has a thread for each device."""
 
     def __init__(self) -> None:
         self.log: Log | None = None
@@ -201,7 +201,7 @@ class Launch(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What :func:`library` called, and its result."""
+    """Call that :func:`library` made, and its result."""
 
     function: Callable[..., Tensor]
     tensors: Sequence[Tensor]
@@ -210,7 +210,7 @@ class Call(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What was launched and called, in order; the memory that was made for it, and the zeros."""
+    """Launches and calls, in order; the memory that was made for them, and the zeros."""
 
     steps: list[Launch | Call]
     made: list[Tensor]
@@ -250,7 +250,7 @@ class Prepared(NamedTuple):
         )  # fmt: skip
 
     def _run_on_many(self, pointers: Sequence[int], sizes: Sequence[int]) -> None:
-        """The same by way of a table, see :func:`in_table`."""
+        """Launches by way of a table, see :func:`in_table`."""
         addresses = [place(pointers) for place in self.places]
         lists = [each for each, size in zip(addresses, sizes, strict=True) if size]
         on = torch.device("cuda", self.device) if self.device >= 0 else torch.device("cpu")
@@ -363,7 +363,7 @@ class Kernel:
     def compiled(
         self, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
     ) -> _Compiled | None:
-        """What such a launch has compiled; None where the JIT launches."""
+        """Kernel that such a launch has compiled; None where the JIT launches."""
         first = tensors[0]
         device = (first[0] if isinstance(first, tuple) else first).get_device()
         _, types, _ = _look_at(tensors)
@@ -391,7 +391,7 @@ class Kernel:
         self.function_for(constants)[(programs,)](*tensors, *integers, *constants, num_warps=warps, **options)
 
     def function_for(self, constants: tuple[Any, ...]) -> Any:
-        """What is compiled for these constants."""
+        """Function that is compiled for these constants."""
         return self.function if self.with_layouts is None or constants[-1] is None else self.with_layouts
 
     def options_for(self, constants: tuple[Any, ...]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How an operation is declared: once, by a decorator on its reference in plain PyTorch.
+"""Declares an operation: once, by a decorator on its reference in plain PyTorch.
 
 The annotations of the reference give the schema, and the reference is what runs on every device. The declaration may
 name a function for GPUs, by where it is in this package, and have one that gives shapes, dtypes and strides alone::
@@ -143,7 +143,7 @@ class Operation(Generic[R]):
         torch.library.register_torch_dispatch(self.overload, ProxyTorchDispatchMode, rule, lib=_LIBRARY)
 
     def for_recompute(self) -> Operation[R]:
-        """The same operation under another name, for a backward that recomputes what its forward computed.
+        """Declares the operation under another name, for a backward that recomputes what its forward computed.
 
         A compiler would recognise the same computation, and keep the result: the memory that recomputing saves.
         """

@@ -1,4 +1,4 @@
-"""What a function allocates, launches and calls, recorded at its first call and replayed at others of equal layouts.
+"""Records what a function allocates, launches and calls at its first call, and replays it at others of equal layouts.
 
 Which kernel does what on how many programs follows from formats, shapes and strides alone. Finding it again costs more
 than the GPU takes for a small layer, so that it is kept, with a place in a list of addresses for each tensor.
@@ -42,7 +42,7 @@ class Recorder:
         self.known: dict[Any, Recording | None] = {}  # None: cannot be replayed
 
     def __call__(self, key: Any, tensors: Results, function: Callable[[], Results]) -> Results:
-        """What ``function()`` returns, which is called if nothing is known.
+        """Returns the results of ``function()``, which is called if nothing is known.
 
         Args:
             key: what decides with the tensors' layouts what the function does.
@@ -103,7 +103,7 @@ class Recording(NamedTuple):
 
     @classmethod
     def of(cls, log: Log, arguments: Sequence[Tensor], results: Results, apart: bool) -> Recording | None:
-        """None if it cannot be replayed, as where a step reads a copy that nobody logged."""
+        """Makes one of a log; None if it cannot be replayed, as where a step reads a copy that nobody logged."""
         everything = [*arguments, *log.zeros, *log.made]
         layouts = list(map(_layout, everything))
         slots = {each.data_ptr(): slot for slot, each in enumerate(everything)}
@@ -189,7 +189,7 @@ class _Called(NamedTuple):
 
     @classmethod
     def of(cls, step: Call, slots: dict[int, int], layouts: list[_Layout]) -> _Called | None:
-        """None if a tensor has no place."""
+        """Prepares a call; None if a tensor has no place."""
         reads: list[tuple[int, _Layout | None]] = []
         for tensor in step.tensors:
             slot, layout = slots.get(tensor.data_ptr(), -1), _layout(tensor)

@@ -101,7 +101,7 @@ class Recipe:
     pairs: ClassVar[tuple[tuple[str, Format, Format], ...]] = ()
     """Rows of the table of backends: the operands that its GEMMs multiply, by the name a report gives them."""
     kinds: ClassVar[frozenset[str]] = frozenset()
-    """Which of the questions below, which Transformer Engine's users ask, it answers with yes."""
+    """Questions below, which Transformer Engine's users ask, that it answers with yes."""
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         """Returns the quantizer of the tensor of this role, both orientations wanted."""
@@ -216,7 +216,7 @@ class DelayedScaling(Recipe):
     backward_override: BackwardOverride = None
     kinds = frozenset({"delayed", "float8_per_tensor_scaling"})
     rules = "", ""
-    """How the scales of forward and of backward follow from amaxes, ``"e4m3/margin=0/max"``; ``/custom``: by callables.
+    """Rules for scales of forward and of backward from amaxes, ``"e4m3/margin=0/max"``; ``/custom``: by callables.
 
     Strings for the same reason as a format's spec: a compiler takes them for the constants that they are.
     """

@@ -64,13 +64,11 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         moved = buffer.to(device, non_blocking=not blocking, copy=True)
         return moved.pin_memory() if kwargs.get("pin_memory") else moved
 
+    def convert(o: Operand) -> Operand:
+        return o._replace(codes=o.codes if o.format.quantized else o.codes.to(dtype), dtype=dtype)
+
     moved = t._map(move)
-    return moved if dtype == t.dtype else moved._like(operand_ops.each(moved._operands, lambda o: _as_dtype(o, dtype)))
-
-
-def _as_dtype(operand: Operand, dtype: torch.dtype) -> Operand:
-    codes = operand.codes if operand.format.quantized else operand.codes.to(dtype)
-    return operand._replace(codes=codes, dtype=dtype)
+    return moved if dtype == t.dtype else moved._like(operand_ops.each(moved._operands, convert))
 
 
 @_handles(READS, "empty_like")

@@ -12,7 +12,7 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops.launch import count_launches, ready
 from minifloat.ops.quantize import amax_shape, blocks, empty_cast, nvfp4, per_tensor, reference
-from minifloat.ops.quantize.job import Job, Target
+from minifloat.ops.quantize.job import CastJob, CastTarget
 from tests.helpers.compare import assert_same_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -118,24 +118,26 @@ def kernels_of(fmt: Format) -> Any:
     return nvfp4 if fmt.scale_rule == "two_level" else blocks if fmt.block else per_tensor
 
 
-def target(x: Tensor, fmt: Format, dim: int, k_major: bool, factor: float | None = None) -> Target:
+def target(x: Tensor, fmt: Format, dim: int, k_major: bool, factor: float | None = None) -> CastTarget:
     """Where to. Levels are the reference's, times ``factor``; None measures where a kernel can."""
     k_major = k_major and not fmt.packed  # which no GEMM asks for
     codes, scales = empty_cast(x, fmt, dim, k_major)
     amax = torch.empty(amax_shape(fmt, dim, *x.shape), dtype=torch.float32, device=x.device)
     if fmt.scale_rule == "given":
-        return Target(fmt, dim, torch.tensor([3.7], device=x.device), codes, scales, amax.zero_(), k_major)
+        return CastTarget(fmt, dim, torch.tensor([3.7], device=x.device), codes, scales, amax.zero_(), k_major)
     measured = kernels_of(fmt) is blocks and factor is None
     level = None if measured else reference.amax(x, fmt, dim) * (factor or 1.0)
-    return Target(fmt, dim, level, codes, scales, amax, k_major)
+    return CastTarget(fmt, dim, level, codes, scales, amax, k_major)
 
 
-def job(x: Tensor, row: Format | None, column: Format | None, k_major: bool = True, factor: float | None = None) -> Job:
+def job(
+    x: Tensor, row: Format | None, column: Format | None, k_major: bool = True, factor: float | None = None
+) -> CastJob:
     """The casts of a matrix along its rows and along its columns; tiles of NVFP4 are rowwise in both places."""
     rng = torch.tensor(SEED, device=x.device)
     stochastic = any(fmt is not None and fmt.rounding == "stochastic" for fmt in (row, column))
     down = ROWWISE if row is None and column is not None and kernels_of(column) is nvfp4 and column.tile else COLUMNWISE
-    return Job(
+    return CastJob(
         ready(x),
         rng if stochastic else None,
         target(x, row, ROWWISE, k_major, factor) if row else None,
@@ -143,7 +145,7 @@ def job(x: Tensor, row: Format | None, column: Format | None, k_major: bool = Tr
     )
 
 
-def assert_reference(made: Job) -> None:
+def assert_reference(made: CastJob) -> None:
     """What a job's targets hold is what the reference gives, to the bit."""
     for each in made.targets:
         rng = made.rng if each.format.rounding == "stochastic" else None
@@ -154,7 +156,7 @@ def assert_reference(made: Job) -> None:
             assert_same_bits(each.amax, expected.amax)
 
 
-def assert_kernel_is_reference(jobs: Sequence[Job], choice: Any = None, launches: int = 1) -> None:
+def assert_kernel_is_reference(jobs: Sequence[CastJob], choice: Any = None, launches: int = 1) -> None:
     """Casts jobs on the kernels of their format, in so many launches."""
     (kernels,) = {kernels_of(each.format) for made in jobs for each in made.targets}
     with count_launches() as counted:

@@ -31,7 +31,7 @@ from minifloat.functional.quantize import quantize
 from minifloat.nn import linear_state
 from minifloat.ops import delayed
 from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize.pipeline import Recorded
+from minifloat.ops.quantize.pipeline import RecordedCasts
 from tests.helpers import triton_interpreter  # noqa: F401
 
 RECIPES = ["current", "delayed", "block", "rowwise", "mxfp8", "nvfp4", "mxfp6", "w4a8"]
@@ -244,7 +244,7 @@ def test_microbatches_read_one_cast(device: torch.device, casts: list[list[int]]
 def test_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of many sizes and dtypes by the kernels, in lists that are as short in a capture."""
     monkeypatch.setattr(quantizer, "_casts", {})  # which knows the reference
-    monkeypatch.setattr(Casts, "_work", lambda self, key: Recorded(self.request))
+    monkeypatch.setattr(Casts, "_work", lambda self, key: RecordedCasts(self.request))
     layers = nn.ModuleList(Linear(17 + i, 16 + i % 3, dtype=DTYPES[i % 2], recipe="current") for i in range(20))
     with count_launches() as launches, cast_weights(layers):
         assert launches == {"amax_kernel": 6, "cast_tensor_kernel": 6}  # three lists, of two dtypes

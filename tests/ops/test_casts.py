@@ -13,7 +13,7 @@ from minifloat.nn import Linear
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import launch
 from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize.pipeline import Recorded
+from minifloat.ops.quantize.pipeline import RecordedCasts
 from minifloat.ops.replay import Recording
 from minifloat.quantizer import Quantizer, cast_all, casts
 from minifloat.recipe import named
@@ -103,7 +103,7 @@ def test_a_replay_calls_the_launcher_in_c() -> None:
     for _ in range(2):
         prepared([x.cuda() for x in matrices(2)])
     (work,) = prepared._works.values()
-    assert type(work) is Recorded
+    assert type(work) is RecordedCasts
     recordings = list(work.recorder.known.values())
     assert [type(each) for each in recordings] == [Recording]
     for each in recordings[0].steps if recordings[0] is not None else ():
@@ -120,9 +120,9 @@ def test_compiled_code_replays() -> None:
     for _ in range(2):
         compiled(x).sum().backward()
     stepped: list[int] = []
-    step = Recorded._step_by_step
+    step = RecordedCasts._step_by_step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorded, "_step_by_step", lambda *args: (stepped.append(1), step(*args))[1])
+        patch.setattr(RecordedCasts, "_step_by_step", lambda *args: (stepped.append(1), step(*args))[1])
         z = compiled(x)
         z.sum().backward()
     assert not stepped and torch.equal(y, z)

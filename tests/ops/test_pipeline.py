@@ -70,7 +70,7 @@ def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = quantizer.casts
     monkeypatch.setattr(quantizer, "casts", lambda quantizers, on="": prepare(quantizers, on and "cuda"))
     monkeypatch.setattr(casts, "can_skip_dispatcher", lambda xs: not torch.is_grad_enabled())
-    monkeypatch.setattr(casts, "Work", pipeline.Recorded)
+    monkeypatch.setattr(casts, "RequestedCasts", pipeline.RecordedCasts)
     replay_on_cpu(monkeypatch)
 
 
@@ -126,7 +126,7 @@ def nothing_else() -> Iterator[None]:
         raise AssertionError("a recording should have been replayed")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.Recorded, "_step_by_step", never)
+        patch.setattr(pipeline.RecordedCasts, "_step_by_step", never)
         yield
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import amax_shape, blocks, nvfp4, per_tensor, pipeline, reference
-from minifloat.ops.quantize.job import Aligned, Job, layouts
+from minifloat.ops.quantize.job import Aligned, CastJob, layouts
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import assert_same_bits
@@ -117,7 +117,7 @@ def test_given_amaxes_of_any_value(fmt: Format, dtype: torch.dtype, device: torc
     level = ((torch.arange(256)[:, None] << 23) + mantissas).int().view(torch.float32).reshape(-1, 1)
     x = torch.randn(level.numel(), 3).to(dtype).to(device)
     given = target(x, fmt, ROWWISE, False)._replace(level=level.to(device))
-    assert_kernel_is_reference([Job(x, None, given, None)], Tile(512, 128, 4))
+    assert_kernel_is_reference([CastJob(x, None, given, None)], Tile(512, 128, 4))
 
 
 @for_each([(row, column) for row, column in PAIRS if (row or column).packed])  # type: ignore[union-attr]

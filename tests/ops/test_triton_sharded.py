@@ -16,21 +16,21 @@ pytest.importorskip("triton")
 import tests.helpers.triton_interpreter  # noqa: F401  (launches run in the interpreter where there is no GPU)
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, nvfp4
-from minifloat.ops.quantize.job import Job, Target, groups
+from minifloat.ops.quantize.job import CastJob, CastTarget, groups
 from tests.helpers.kernel_casts import NV_ROTATED_STOCHASTIC as ROTATED
 from tests.helpers.kernel_casts import NV_STOCHASTIC as STOCHASTIC
 from tests.helpers.kernel_casts import SEED
 from tests.helpers.triton_compile import compile_for
 
 
-def job_for(x: Tensor, rng: Tensor, row: Format | None, column: Format | None, whole: Tensor) -> Job:
+def job_for(x: Tensor, rng: Tensor, row: Format | None, column: Format | None, whole: Tensor) -> CastJob:
     """Casts of ``x``, whose amaxes are those of ``whole``."""
 
-    def target(fmt: Format, dim: int) -> Target:
+    def target(fmt: Format, dim: int) -> CastTarget:
         level = reference.amax(whole, fmt, dim)
-        return Target(fmt, dim, level, *empty_cast(x, fmt, dim, False), x.new_empty(0, dtype=torch.float32), False)
+        return CastTarget(fmt, dim, level, *empty_cast(x, fmt, dim, False), x.new_empty(0, dtype=torch.float32), False)
 
-    return Job(x, rng, row and target(row, ROWWISE), column and target(column, COLUMNWISE))
+    return CastJob(x, rng, row and target(row, ROWWISE), column and target(column, COLUMNWISE))
 
 
 @pytest.mark.parametrize("cols", [32, 33])

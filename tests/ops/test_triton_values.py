@@ -117,7 +117,7 @@ def test_what_passes_is_values_what_is_kept_codes(device: torch.device) -> None:
     for passing in ((), (ROWWISE,), (ROWWISE, COLUMNWISE)):
         prepared = quantizer.casts(quantizers, "cuda" if device.type == "cuda" else "", passing)
         if device.type == "cpu":
-            prepared._works[False, None] = pipeline.Recorded(prepared.request, as_values=prepared._as_values)
+            prepared._works[False, None] = pipeline.RecordedCasts(prepared.request, as_values=prepared._as_values)
         for _ in range(3):
             xs = [torch.randn(64, 96, device=device).bfloat16() for _ in quantizers]
             for x, own, made in zip(xs, quantizers, prepared(xs), strict=True):

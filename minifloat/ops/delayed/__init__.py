@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     @classmethod
     @lru_cache(256)
     def parse(cls, rule: str) -> Rule:
-        """As ``DelayedScaling.rules`` spells it: ``"e4m3/margin=0/max"``."""
+        """Reads what ``DelayedScaling.rules`` spells: ``"e4m3/margin=0/max"``."""
         element, margin, algorithm = rule.split("/")
         return cls(ELEMENTS[element].max * 2.0 ** -int(margin.removeprefix("margin=")), algorithm == "most_recent")
 

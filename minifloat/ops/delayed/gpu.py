@@ -14,8 +14,8 @@ from torch import Tensor
 from minifloat.ops.delayed import Rule, refuse_recomputation
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import FLT_MAX
-from minifloat.ops.quantize.pipeline import Recorded
-from minifloat.ops.quantize.reference import Request
+from minifloat.ops.quantize.pipeline import RecordedCasts
+from minifloat.ops.quantize.reference import CastRequest
 from minifloat.ops.replay import Recorder
 
 _LAYERS = 32
@@ -91,7 +91,7 @@ def record_forward(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tenso
 def cast_and_record(slots: Sequence[int], *casts: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
     """The operations ``cast_and_record_``, prepared for their lists."""
     of, formats, dims, k_major = map(list, casts)
-    work = Recorded(Request([], [], [], of, formats, dims, k_major, [-1] * len(of)), True, returned=False)
+    work = RecordedCasts(CastRequest([], [], [], of, formats, dims, k_major, [-1] * len(of)), True, returned=False)
     slots_of, nothing = [slots[i] for i in of], [None] * len(of)
     measured = [of.index(i) for i in range(len(slots))]
 

@@ -35,7 +35,7 @@ from minifloat.ops.quantize import blocks, casts_blocks, gpu, nvfp4, per_tensor
 from minifloat.ops.quantize.blocks import held
 from minifloat.ops.quantize.decode import at_16_bytes
 from minifloat.ops.quantize.device import extent, load_tile, pick, pick_wide, tile_places
-from minifloat.ops.quantize.job import Aligned, Job, Target, aligned, input_max
+from minifloat.ops.quantize.job import Aligned, CastJob, CastTarget, aligned, input_max
 from minifloat.ops.tiles import Tile, tile
 
 
@@ -186,12 +186,12 @@ def cast(
         cast_to(out, x, rows, offsets, level)
         return as_declared(made, formats, dims, k_major)
     outputs: list[Tensor] = []
-    jobs: list[Job] = []
+    jobs: list[CastJob] = []
     for level, fmt, dim, transposed in zip(given, parsed, dims, k_major, strict=True):
         gpu.check(x, level, fmt, dim)
         transposed = transposed and dim == COLUMNWISE and not fmt.packed
         codes, scales, own_amax = grouped.empty_cast(x, groups, fmt, dim, transposed)
-        target = Target(fmt, dim, level, codes, scales, own_amax.zero_(), transposed)
+        target = CastTarget(fmt, dim, level, codes, scales, own_amax.zero_(), transposed)
         gpu.add(jobs, x, rng if fmt.rounding == "stochastic" else None, target, bool(jobs))
         outputs += codes, scales, own_amax
     for job in jobs if groups else ():
@@ -216,13 +216,13 @@ def _is_one(
     return fmt.tile and casts_blocks(fmt) if fmt.block else written and not fmt.amax_per_row
 
 
-def _kernel(fmt: Format) -> Callable[[Job, Tensor], None]:
+def _kernel(fmt: Format) -> Callable[[CastJob, Tensor], None]:
     if fmt.scale_rule == "two_level":
         return _cast_nvfp4
     return _cast_blocks if fmt.block else _cast_tensor
 
 
-def _scale_nothing(job: Job) -> None:
+def _scale_nothing(job: CastJob) -> None:
     """Scales of groups without columns, which no program would write: those of their amaxes, or the given ones."""
     for target in job.targets:
         fmt, level = target.format, target.level
@@ -233,7 +233,7 @@ def _scale_nothing(job: Job) -> None:
             target.scale_inv.copy_(found)
 
 
-def _cast_tensor(job: Job, offsets: Tensor) -> None:
+def _cast_tensor(job: CastJob, offsets: Tensor) -> None:
     """Codes of one scale a group, a row or a column of a group."""
     choice = tile("cast_tensor", job.x.device)
     level = _level_of(job, job.targets[0])
@@ -245,7 +245,7 @@ def _cast_tensor(job: Job, offsets: Tensor) -> None:
     _launch(per_tensor.CAST, job.x, offsets, [level, *outputs, level[0]], integers, constants, choice)
 
 
-def _cast_blocks(job: Job, offsets: Tensor) -> None:
+def _cast_blocks(job: CastJob, offsets: Tensor) -> None:
     """Codes of one scale a block."""
     fmt, sizes = job.targets[0].format, _aligned(job)
     choice, spread = blocks.choose(job, sizes)
@@ -259,7 +259,7 @@ def _cast_blocks(job: Job, offsets: Tensor) -> None:
     _launch(blocks.CAST, job.x, offsets, [*tensors, job.x], integers, constants, choice)
 
 
-def _cast_nvfp4(job: Job, offsets: Tensor) -> None:
+def _cast_nvfp4(job: CastJob, offsets: Tensor) -> None:
     """Codes of one scale a block of 16 below one a group, a row or a column of a group."""
     wide = _aligned(job).cols
     choice = nvfp4.choose(job, wide)
@@ -289,26 +289,26 @@ def _launch(
     table.launch(kernel, offsets, M, choice.rows, programs, arguments, integers, constants, choice.warps)
 
 
-def _outputs(job: Job, target: Target) -> tuple[Argument, Argument]:
+def _outputs(job: CastJob, target: CastTarget) -> tuple[Argument, Argument]:
     """Codes and scales."""
     fmt, dim, K = target.format, target.dim, job.x.shape[1]
     codes = layout.place("codes", fmt, dim) if target.k_major else layout.elements("codes", fmt, dim, K)
     return (target.codes, codes), (target.scale_inv, layout.elements("scale_inv", fmt, dim, K))
 
 
-def _level_of(job: Job, target: Target) -> Argument:
+def _level_of(job: CastJob, target: CastTarget) -> Argument:
     """Amaxes or scales that are given."""
     assert target.level is not None
     return ready(target.level.float()), layout.elements("amax", target.format, target.dim, job.x.shape[1])
 
 
-def _aligned(job: Job) -> Aligned:
+def _aligned(job: CastJob) -> Aligned:
     """Columns: all rows of ``x`` and of codes begin at multiples of 16 bytes; rows are any number."""
     unit = 32 if job.row is not None and job.row.format.packed else 16
     return Aligned(False, job.x.shape[1] % unit == 0, True)
 
 
-def _stored(job: Job) -> Place:
+def _stored(job: CastJob) -> Place:
     """Rows of the memory of columnwise codes."""
     return number(job.both[1].codes.shape[0])
 

@@ -24,7 +24,7 @@ CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgra
 
 
 class Gemm(NamedTuple):
-    """What a GEMM was: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``, its operands' formats, and who ran it."""
+    """Kind of a GEMM: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``, its operands' formats, and who ran it."""
 
     gemm: str
     a: str
@@ -128,7 +128,7 @@ class Product:
         out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False, out: Tensor | None = None,
         accumulate: bool = False, counted: bool = True,
     ) -> Tensor:  # fmt: skip
-        """The same past the dispatcher, where no graph, autocast or dispatch mode is active.
+        """Multiplies past the dispatcher, where no graph, autocast or dispatch mode is active.
 
         ``out``: [m, n] of ``out_dtype``, returned where the backend wrote or added to it; most do neither. ``counted``:
         by :func:`count_gemms`, of which a part of another one is not.
@@ -145,7 +145,7 @@ class Product:
         b: Tensor, b_scale: Tensor, b_amax: Tensor | None, n: int,
         out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
     ) -> Tensor | None:  # fmt: skip
-        """What :meth:`run` gives, for a graph, if PyTorch's operations alone compute it to the same bits; else None."""
+        """Multiplies in a graph, if PyTorch's operations alone give the bits of :meth:`run`; else None."""
         left, right = new(_Matrix, (a, a_scale, a_amax, *self._a, m)), new(_Matrix, (b, b_scale, b_amax, *self._b, n))
         if not a.is_cuda or out_dtype not in _TRACED.get(self._backend, ()):
             return None

@@ -49,7 +49,7 @@ def prepare(writer: Any, a: Any, b: Any, direct: bool) -> tuple[Sequence[Tensor]
 
 
 def _factor(operand: Any, written: Values) -> Tensor | None:
-    """None for values that were cast under scales that are powers of two: those are in them."""
+    """Factor of an operand; None for values cast under scales that are powers of two: those are in them."""
     cast_as_values = operand[0].dtype == torch.bfloat16
     return None if cast_as_values and operand[3].scaling.power_of_two else written.factor
 

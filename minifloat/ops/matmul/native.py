@@ -19,7 +19,7 @@ from minifloat.ops.matmul import cublaslt
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Our own kernels run where ``x`` is."""
+    """Whether our own kernels run where ``x`` is."""
     return x.is_cuda and backends.kernels(x.get_device())[0]
 
 
@@ -107,7 +107,7 @@ def block128_operands(a: Any, b: Any, direct: bool = True) -> tuple[Sequence[Ten
 
 
 def block128_operand(x: Any) -> tuple[Tensor, Tensor]:
-    """The same of one operand."""
+    """Codes and scales of one operand."""
     codes = k_major(x.codes, x.format, x.along, (16, 128))
     scale = x.scale_inv if x.along == ROWWISE else x.scale_inv.t()  # [outer, contracted] in units of blocks
     return codes, _tile_scale(scale) if x.format.tile else _strip_scale(scale, codes.shape[0])

@@ -16,7 +16,7 @@ from minifloat.ops.quantize.reference import read_amaxes
 
 @operation("quantize.pipeline:amax")
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
-    """Of each tensor what ``reference.amax`` gives."""
+    """Finds ``reference.amax`` of each tensor."""
     return [reference.amax(x, parse(spec), dim) for x, spec, dim in zip(xs, formats, dims, strict=True)]
 
 
@@ -38,7 +38,7 @@ def cast(
     k_major: Sequence[bool],
     noop: Tensor | None,
 ) -> list[Tensor]:
-    """Of each tensor codes, scales and amax, as ``reference.cast`` gives them; one that follows itself is read once.
+    """Casts each tensor to codes, scales and amax by ``reference.cast``; one that follows itself is read once.
 
     ``k_major``: in memory as a GEMM reads them that wants the contracted dim consecutive: the codes of a columnwise
     cast with M consecutive, and so the scales of a rowwise one in strips. ``noop``: fp32 [1] on the device; where it is
@@ -91,7 +91,7 @@ def amax_and_cast(
 ) -> list[Tensor]:
     """Both phases where no rank is asked between them: ``work.read_amaxes``, then codes and scales of each cast.
 
-    The lists are those of :class:`~minifloat.ops.quantize.reference.Request`.
+    The lists are those of :class:`~minifloat.ops.quantize.reference.CastRequest`.
     """
     amaxes = _amax([xs[i] for i in amax_of], amax_formats, amax_dims)
     given = [None if own < 0 else amaxes[own] for own in own_level]
@@ -111,7 +111,7 @@ def _(
 
 
 def codes_and_scales(made: Sequence[Tensor]) -> list[Tensor]:
-    """What :data:`cast` gives, but for the amax that delayed scaling alone measures."""
+    """Results of :data:`cast`, but for the amax that delayed scaling alone measures."""
     return [tensor for i, tensor in enumerate(made) if i % 3 < 2]
 
 

@@ -41,10 +41,10 @@ from minifloat.ops.quantize.device import (
 )
 from minifloat.ops.quantize.job import (
     Aligned,
-    Job,
+    CastJob,
+    CastTarget,
     Layouts,
     Programs,
-    Target,
     aligned,
     input_max,
     layouts,
@@ -219,7 +219,7 @@ def cast_block_kernel(
 CAST = Kernel(cast_block_kernel, layouts=True)
 
 
-def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
+def cast(jobs: Sequence[CastJob], noop: Tensor | None, choice: Tile | None = None) -> None:
     """Casts a group of jobs, which are alike also in whether their block amaxes are given: one launch.
 
     Two launches where the orientations differ in format, or where only one has its amaxes given.
@@ -233,18 +233,14 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
         _launch(part, fmt.scaling, "scale_inv", noop, choice)
 
 
-def amax(jobs: Sequence[Job], choice: Tile | None = None) -> None:
+def amax(jobs: Sequence[CastJob], choice: Tile | None = None) -> None:
     """Fills ``amax`` of the targets, fp32 grids as ``reference.amax`` returns them; other outputs are not touched."""
-    for part in _of_one_kind([_measured(job) for job in jobs]):
+    both = [[target and target._replace(level=None) for target in (job.row, job.column)] for job in jobs]
+    for part in _of_one_kind([job._replace(row=one[0], column=one[1]) for job, one in zip(jobs, both, strict=True)]):
         _launch(part, None, "amax", None, choice)
 
 
-def _measured(job: Job) -> Job:
-    row, column = (target and target._replace(level=None) for target in (job.row, job.column))
-    return job._replace(row=row, column=column)
-
-
-def _of_one_kind(jobs: Sequence[Job]) -> list[Sequence[Job]]:
+def _of_one_kind(jobs: Sequence[CastJob]) -> list[Sequence[CastJob]]:
     """The jobs; each orientation by itself where the two take different kernels."""
     row, column = jobs[0].row, jobs[0].column
     if row is None or column is None or _kind(row) == _kind(column):
@@ -252,11 +248,13 @@ def _of_one_kind(jobs: Sequence[Job]) -> list[Sequence[Job]]:
     return [[job._replace(column=None) for job in jobs], [job._replace(row=None) for job in jobs]]
 
 
-def _kind(target: Target) -> tuple[Format, bool]:
+def _kind(target: CastTarget) -> tuple[Format, bool]:
     return target.format, target.level is not None
 
 
-def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tensor | None, choice: Tile | None) -> None:
+def _launch(
+    jobs: Sequence[CastJob], rule: ScaleRule | None, scales: str, noop: Tensor | None, choice: Tile | None
+) -> None:
     """``scales`` names the output of a target that the grid of scales, or without a rule of amaxes, goes to."""
     first = jobs[0]
     kind = _kind(first.targets[0])
@@ -279,25 +277,22 @@ def _launch(jobs: Sequence[Job], rule: ScaleRule | None, scales: str, noop: Tens
     )
 
 
-def choose(job: Job, sizes: Aligned, choice: Tile | None = None, shared: bool = False) -> tuple[Tile, Layouts | None]:
+def choose(
+    job: CastJob, sizes: Aligned, choice: Tile | None = None, shared: bool = False
+) -> tuple[Tile, Layouts | None]:
     """The tile for jobs like this one, and its layouts if it goes through shared memory: it may where ``shared``."""
     fmt, column = job.targets[0].format, job.column
     k_major = column is not None and column.k_major
     shared = shared and through_shared(job.x, fmt, column is not None, k_major, sizes)
     wide = sizes.stored and sizes.cols
     choice = block_tile("cast", fmt, job.row is not None, column is not None, shared, wide, job.x.device, choice)
-    as_values = tuple(target is not None and holds_values(target) for target in (job.row, column))
+    as_values = tuple(target is not None and target.codes.dtype == torch.bfloat16 for target in (job.row, column))
     return choice, layouts(choice, fmt.block, k_major, as_values) if shared else None
 
 
 def gives_values(fmt: Format, x: Tensor) -> bool:
     """``x`` may be cast to values in lieu of codes: they are numbers of bf16 (``matmul/emulated.py``)."""
     return not fmt.tile and fmt.scaling.own and fmt.scaling.power_of_two and x.dtype != torch.float32
-
-
-def holds_values(target: Target) -> bool:
-    """In lieu of codes."""
-    return target.codes.dtype == torch.bfloat16
 
 
 def block_tile(
@@ -319,7 +314,13 @@ def block_tile(
 
 
 def constants(
-    job: Job, variant: int, rule: ScaleRule | None, can_skip: bool, sizes: Aligned, choice: Tile, spread: Layouts | None
+    job: CastJob,
+    variant: int,
+    rule: ScaleRule | None,
+    can_skip: bool,
+    sizes: Aligned,
+    choice: Tile,
+    spread: Layouts | None,
 ) -> tuple[Any, ...]:
     """Returns those of ``cast_block_kernel`` for jobs like this one; without a rule it finds amaxes."""
     (fmt, given), column = _kind(job.targets[0]), job.column
@@ -338,7 +339,7 @@ def whole_blocks(choice: Tile, fmt: Format, row: bool, column: bool) -> Tile:
     return choice._replace(rows=rows, cols=cols, warps=warps)
 
 
-def _level(target: Target) -> Tensor:
+def _level(target: CastTarget) -> Tensor:
     """The given amaxes; any tensor where there are none."""
     return target.amax if target.level is None else ready(target.level.float())
 

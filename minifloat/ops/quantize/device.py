@@ -11,7 +11,7 @@ FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def matrix_of(starts, program, COUNT: tl.constexpr):
-    """What :func:`pick` takes for a program: itself, or, where a table has the matrices, the number of its matrix."""
+    """Returns what :func:`pick` takes: the program, or, where a table has the matrices, the number of its matrix."""
     found = program
     if COUNT == 0:
         found = program * 0
@@ -26,7 +26,7 @@ def matrix_of(starts, program, COUNT: tl.constexpr):
 
 @triton.jit
 def first_program(starts, matrix, COUNT: tl.constexpr):
-    """Of a matrix, which :func:`matrix_of` gave."""
+    """Returns the first program of a matrix, which :func:`matrix_of` gave."""
     if COUNT == 0:
         first = tl.where(matrix > 0, tl.load(starts[0] + matrix), 0).to(tl.int32)
     else:
@@ -36,7 +36,7 @@ def first_program(starts, matrix, COUNT: tl.constexpr):
 
 @triton.jit
 def pick(values, starts, matrix, COUNT: tl.constexpr):
-    """That of ``values`` whose range of programs, which begins at ``starts``, holds the program of ``matrix``.
+    """Picks the one of ``values`` whose range of programs, which begins at ``starts``, holds the program of ``matrix``.
 
     In a table (``launch.in_table``) integers are themselves, and addresses are elements after the first one.
     """
@@ -55,7 +55,7 @@ def pick(values, starts, matrix, COUNT: tl.constexpr):
 
 @triton.jit
 def pick_wide(values, starts, matrix, COUNT: tl.constexpr, WIDE: tl.constexpr = True):
-    """The same of addresses that are multiples of 16 bytes, which the compiler shall know.
+    """Picks among addresses that are multiples of 16 bytes, which the compiler shall know.
 
     A whole tensor begins at such a place, a group of its rows only if all rows do: where they need not, not ``WIDE``.
     """
@@ -127,7 +127,7 @@ def record_max(target, value):
 
 @triton.jit
 def single_bytes(codes, size):
-    """The same codes, for a kernel that stores them in two orders; ``size`` is any that is not negative.
+    """Returns the same codes, for a kernel that stores them in two orders; ``size`` is any that is not negative.
 
     The hardware converts two numbers at a time. Where the compiler regroups such pairs for another layout, ptxas (that
     of Triton 3.6, at -O1 and above) makes wrong code of its permutations: half the bytes were lost on an H200. An

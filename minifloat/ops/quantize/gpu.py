@@ -11,7 +11,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import quantize
 from minifloat.ops.launch import made, most_matrices, ready, zeros
 from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, empty_cast, nvfp4, per_tensor
-from minifloat.ops.quantize.job import Job, Target, groups
+from minifloat.ops.quantize.job import CastJob, CastTarget, groups
 
 
 def casts(fmt: Format) -> bool:
@@ -45,8 +45,8 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
             plain.setdefault(x.dtype, []).append((ready(x), found))
         else:
             nothing = found.new_empty(0)
-            target = Target(fmt, dim, None, nothing, nothing, found, False)
-            blocks.amax([Job(ready(x), None, *((target, None) if dim == ROWWISE else (None, target)))])
+            target = CastTarget(fmt, dim, None, nothing, nothing, found, False)
+            blocks.amax([CastJob(ready(x), None, *((target, None) if dim == ROWWISE else (None, target)))])
     most = most_matrices(xs[0].get_device())
     for pairs in plain.values():
         for first in range(0, len(pairs), most):
@@ -76,7 +76,7 @@ def cast(
     if not all(map(casts, parsed)):
         return quantize.cast.reference(xs, given, rngs, formats, dims, k_major, noop)
     outputs: list[Tensor] = []
-    jobs: list[Job] = []
+    jobs: list[CastJob] = []
     previous = None
     as_values = as_values or [False] * len(xs)
     for x, level, rng, fmt, dim, transposed, value in zip(
@@ -95,7 +95,7 @@ def cast(
             made(scale_inv)
         made(codes)
         own_amax = zeros((int(fmt.scale_rule == "given"),), x.device)
-        target = Target(fmt, dim, level, codes, scale_inv, own_amax, transposed)
+        target = CastTarget(fmt, dim, level, codes, scale_inv, own_amax, transposed)
         outputs += codes, scale_inv, own_amax
         add(jobs, x, rng, target, x is previous)
         previous = x
@@ -110,14 +110,14 @@ def gives_values(fmt: Format, level: Tensor | None, x: Tensor) -> bool:
     return level is None and casts_blocks(fmt) and blocks.gives_values(fmt, x)
 
 
-def add(jobs: list[Job], x: Tensor, rng: Tensor | None, target: Target, follows: bool) -> None:
+def add(jobs: list[CastJob], x: Tensor, rng: Tensor | None, target: CastTarget, follows: bool) -> None:
     """Adds a cast to the last job, which is of the same tensor if it ``follows``, where one pass does both."""
     if follows and _one_pass(jobs[-1], target, rng):
         jobs[-1] = jobs[-1]._replace(column=target, rng=jobs[-1].rng if rng is None else rng)
     elif target.dim == ROWWISE:
-        jobs.append(Job(ready(x), rng, target, None))
+        jobs.append(CastJob(ready(x), rng, target, None))
     else:
-        jobs.append(Job(ready(x), rng, None, target))
+        jobs.append(CastJob(ready(x), rng, None, target))
 
 
 def check(x: Tensor, level: Tensor | None, fmt: Format, dim: int) -> None:
@@ -128,7 +128,7 @@ def check(x: Tensor, level: Tensor | None, fmt: Format, dim: int) -> None:
         raise ValueError("the Hadamard transform rotates groups of tokens: columnwise casts only")
 
 
-def _one_pass(job: Job, column: Target, rng: Tensor | None) -> bool:
+def _one_pass(job: CastJob, column: CastTarget, rng: Tensor | None) -> bool:
     """One kernel makes the rowwise operand of ``job`` and this columnwise one."""
     row = job.row
     if row is None or job.column is not None or column.dim != COLUMNWISE:
@@ -141,7 +141,7 @@ def _one_pass(job: Job, column: Target, rng: Tensor | None) -> bool:
     return one_level and (row.format == column.format or row.format.scale_rule == "two_level")
 
 
-def launch(jobs: Sequence[Job], noop: Tensor | None) -> None:
+def launch(jobs: Sequence[CastJob], noop: Tensor | None) -> None:
     """Runs jobs, those that are alike in one launch; none where ``noop``, fp32 [1] on the device, is not 0."""
     for group in groups(jobs):
         _kernel(group[0].targets[0].format)(group, noop)

@@ -25,7 +25,7 @@ from minifloat.ops.tiles import Tile
 T = TypeVar("T")
 
 
-class Target(NamedTuple):
+class CastTarget(NamedTuple):
     """One cast: how, and where to.
 
     Args:
@@ -44,20 +44,20 @@ class Target(NamedTuple):
     k_major: bool
 
 
-class Job(NamedTuple):
+class CastJob(NamedTuple):
     """One matrix ``x`` [M, K], contiguous, and its casts; ``rng`` is for stochastic rounding, see reference.py."""
 
     x: Tensor
     rng: Tensor | None
-    row: Target | None
-    column: Target | None
+    row: CastTarget | None
+    column: CastTarget | None
 
     @property
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[CastTarget]:
         return [target for target in (self.row, self.column) if target is not None]
 
     @property
-    def both(self) -> tuple[Target, Target]:
+    def both(self) -> tuple[CastTarget, CastTarget]:
         """Rowwise and columnwise: what is not wanted is not written to, but needs an address."""
         first = self.targets[0]
         return self.row or first, self.column or first
@@ -68,9 +68,9 @@ class Job(NamedTuple):
         return self.rng is not None and self.rng.numel() == 3
 
 
-def groups(jobs: Sequence[Job]) -> Iterator[list[Job]]:
+def groups(jobs: Sequence[CastJob]) -> Iterator[list[CastJob]]:
     """Jobs that one launch can do: alike in dtype, formats and kind of ``rng``, at most ``launch.most_matrices``."""
-    alike: dict[object, list[Job]] = {}
+    alike: dict[object, list[CastJob]] = {}
     for job in jobs:
         targets = [(t.format, t.dim, t.k_major, t.level is None, t.codes.dtype) for t in job.targets]
         key = (job.x.device, job.x.dtype, job.sharded, *targets)
@@ -95,7 +95,7 @@ class Programs(NamedTuple):
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> Programs:
-        """For matrices that take ``counts`` programs."""
+        """Makes those of matrices that take ``counts`` programs."""
         starts, total = [], 0
         for count in counts:
             starts.append(total)
@@ -118,13 +118,13 @@ class Programs(NamedTuple):
         """Rows and columns of the matrices."""
         return [self.pad([x.shape[i] for x in xs]) for i in (0, 1)]
 
-    def outputs(self, jobs: Sequence[Job], *parts: Callable[[Target], Tensor]) -> list[tuple[Tensor, ...]]:
+    def outputs(self, jobs: Sequence[CastJob], *parts: Callable[[CastTarget], Tensor]) -> list[tuple[Tensor, ...]]:
         """``parts`` of the targets, rowwise and then columnwise."""
         return [self.pad([part(job.both[side]) for job in jobs]) for side in (0, 1) for part in parts]
 
 
 def aligned(sizes: Sequence[int]) -> bool:
-    """All are multiples of 16, so that rows begin where wide accesses may."""
+    """Whether all are multiples of 16, so that rows begin where wide accesses may."""
     return all(size % 16 == 0 for size in sizes)
 
 
@@ -137,7 +137,7 @@ class Aligned(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[int], cols: Sequence[int]) -> Aligned:
-        """Of whole matrices, whose codes have as many rows in memory."""
+        """Looks at whole matrices, whose codes have as many rows in memory."""
         whole = aligned(rows)
         return cls(whole, aligned(cols), whole)
 
@@ -153,7 +153,7 @@ Basis = list[int]
 
 @dataclass(frozen=True, eq=False)  # a launch looks its kernel up by its constants: :func:`layouts` has one of each
 class Layouts:
-    """As a tile is loaded or computed, in shared memory, as it is cast both ways; most ``registers`` of a thread."""
+    """Layouts of a tile as loaded, in shared memory, and as cast both ways; most ``registers`` of a thread."""
 
     registers: int | None
     loaded: Any
@@ -163,7 +163,7 @@ class Layouts:
 
 
 def through_shared(x: Tensor, fmt: Format, column: bool, k_major: bool, sizes: Aligned) -> bool:
-    """A cast of values in the dtype of ``x`` goes through shared memory, where that has run and is faster.
+    """Whether a cast of values in the dtype of ``x`` goes through shared memory, where that has run and is faster.
 
     Elements and rules of the user's may do what Gluon does not compile.
     """
@@ -175,13 +175,13 @@ def through_shared(x: Tensor, fmt: Format, column: bool, k_major: bool, sizes: A
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    """Triton's version and the device are those that this has run on."""
+    """Whether Triton's version and the device are those that this has run on."""
     return device.type == "cuda" and KNOWN and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @lru_cache(256)
 def layouts(choice: Tile, block: int, k_major: bool, as_values: tuple[bool, ...] = (False, False)) -> Layouts | None:
-    """Of a tile in strips of a ``block`` of 16-bit elements; None if it is too small for so many warps.
+    """Makes the layouts of a tile in strips of a ``block`` of 16 bits; None if it is too small for so many warps.
 
     Args:
         k_major: columnwise codes are stored with the columns outermost.

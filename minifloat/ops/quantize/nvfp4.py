@@ -27,7 +27,7 @@ from minifloat.ops.quantize.device import (
     record_max,
     skips,
 )
-from minifloat.ops.quantize.job import Job, Programs, Target, aligned
+from minifloat.ops.quantize.job import CastJob, CastTarget, Programs, aligned
 from minifloat.ops.quantize.nvfp4_device import (
     GROUP,
     cast_groups,
@@ -237,7 +237,7 @@ def amax(
         ROTATED_AMAX(programs.total, (sources, rows, found), integers, of_rotated, choice.warps)
 
 
-def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
+def cast(jobs: Sequence[CastJob], noop: Tensor | None, choice: Tile | None = None) -> None:
     """Casts a group of jobs. A tile has 16 rows."""
     first = jobs[0]
     xs = [job.x for job in jobs]
@@ -259,7 +259,7 @@ def gives_values(fmt: Format, x: Tensor) -> bool:
     return not fmt.tile and fmt.rounding in ("nearest", "stochastic") and aligned(x.shape)
 
 
-def constants(job: Job, variant: int, can_skip: bool, aligned_k: bool, choice: Tile) -> tuple[Any, ...]:
+def constants(job: CastJob, variant: int, can_skip: bool, aligned_k: bool, choice: Tile) -> tuple[Any, ...]:
     """Returns those of ``cast_nvfp4_kernel`` for jobs like this one."""
     row, column = job.row, job.column
     return (
@@ -268,7 +268,7 @@ def constants(job: Job, variant: int, can_skip: bool, aligned_k: bool, choice: T
     )  # fmt: skip
 
 
-def choose(job: Job, aligned_k: bool) -> Tile:
+def choose(job: CastJob, aligned_k: bool) -> Tile:
     """The tile: the search of 4-over-6, and random bits one by one, take too many registers for the common one."""
     roundings = [target.format.rounding for target in job.targets]
     if any(rounding.startswith("four_over_six") for rounding in roundings):
@@ -285,6 +285,6 @@ def _aligned(xs: Sequence[Tensor]) -> bool:
     return aligned([x.shape[1] for x in xs])
 
 
-def _level(target: Target) -> Tensor:
+def _level(target: CastTarget) -> Tensor:
     assert target.level is not None
     return ready(target.level.float())

@@ -29,7 +29,7 @@ from minifloat.ops.quantize.device import (
     skips,
     store_scaled,
 )
-from minifloat.ops.quantize.job import Aligned, Job, Programs, input_max
+from minifloat.ops.quantize.job import Aligned, CastJob, Programs, input_max
 from minifloat.ops.tiles import Tile, tile
 
 
@@ -113,7 +113,7 @@ def amax(xs: Sequence[Tensor], amaxes: Sequence[Tensor], choice: Tile | None = N
     AMAX(programs.total, tensors, integers, (programs.variant, block, True), choice.warps)
 
 
-def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -> None:
+def cast(jobs: Sequence[CastJob], noop: Tensor | None, choice: Tile | None = None) -> None:
     """Casts a group of jobs; measured amaxes are raised, so they must be 0 before."""
     fmt = jobs[0].targets[0].format
     if fmt.amax_per_row:
@@ -141,7 +141,7 @@ def cast(jobs: Sequence[Job], noop: Tensor | None, choice: Tile | None = None) -
     )
 
 
-def constants(job: Job, variant: int, can_skip: bool, sizes: Aligned, choice: Tile) -> tuple[Any, ...]:
+def constants(job: CastJob, variant: int, can_skip: bool, sizes: Aligned, choice: Tile) -> tuple[Any, ...]:
     """Returns those of ``cast_tensor_kernel`` for jobs like this one."""
     fmt, column = job.targets[0].format, job.column
     return (
@@ -151,7 +151,7 @@ def constants(job: Job, variant: int, can_skip: bool, sizes: Aligned, choice: Ti
     )  # fmt: skip
 
 
-def _level(job: Job) -> Tensor:
+def _level(job: CastJob) -> Tensor:
     level = job.targets[0].level
     assert level is not None
     return level if level.dtype == torch.float32 else level.float()

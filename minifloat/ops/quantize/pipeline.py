@@ -11,11 +11,11 @@ from torch import Tensor
 
 from minifloat.ops import launch
 from minifloat.ops.quantize import gpu
-from minifloat.ops.quantize.reference import Output, Request, Work, as_matrix, read_amaxes
+from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix, read_amaxes
 from minifloat.ops.replay import Recorder
 
 
-class Recorded(Work):
+class RecordedCasts(RequestedCasts):
     """Does what is requested by kernels, as it did it at the first call of equal shapes.
 
     Args:
@@ -25,7 +25,7 @@ class Recorded(Work):
     """
 
     def __init__(
-        self, request: Request, separate: bool = False, as_values: Sequence[bool] = (), returned: bool = True
+        self, request: CastRequest, separate: bool = False, as_values: Sequence[bool] = (), returned: bool = True
     ) -> None:
         super().__init__(request)
         self.separate, self.as_values = separate, as_values
@@ -72,11 +72,11 @@ MOST_REQUESTS = 256
 
 
 @lru_cache(MOST_REQUESTS)
-def _requested(of: tuple[int, ...], formats: tuple[str, ...], dims: tuple[int, ...], k_major: Any) -> Recorded:
+def _requested(of: tuple[int, ...], formats: tuple[str, ...], dims: tuple[int, ...], k_major: Any) -> RecordedCasts:
     each = list(of), list(formats), list(dims)
     if k_major is None:
-        return Recorded(Request(*each, [], [], [], [], []), True)
-    return Recorded(Request([], [], [], *each, list(k_major), [-1] * len(of)), True)
+        return RecordedCasts(CastRequest(*each, [], [], [], [], []), True)
+    return RecordedCasts(CastRequest([], [], [], *each, list(k_major), [-1] * len(of)), True)
 
 
 def _distinct(xs: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
@@ -87,7 +87,7 @@ def _distinct(xs: Sequence[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
 
 
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
-    """As the operation."""
+    """GPU implementation of ``ops.quantize.amax``."""
     distinct, of = _distinct(xs)
     return list(_requested(of, tuple(formats), tuple(dims), None)(distinct, (), (), None)[1])
 
@@ -101,14 +101,14 @@ def cast(
     k_major: Sequence[bool],
     noop: Tensor | None,
 ) -> list[Tensor]:
-    """As the operation."""
+    """GPU implementation of ``ops.quantize.cast``."""
     distinct, of = _distinct(xs)
     return _flat(_requested(of, tuple(formats), tuple(dims), tuple(k_major))(distinct, given, rngs, noop)[0])
 
 
 def amax_and_cast(*lists: Sequence[Any]) -> Callable[..., list[Tensor]]:
-    """As the operation, prepared for its lists."""
-    work = Recorded(Request(*map(list, lists)), True)
+    """GPU implementation of ``ops.quantize.amax_and_cast``, prepared for its lists."""
+    work = RecordedCasts(CastRequest(*map(list, lists)), True)
     nothing = [None] * len(work.request.cast_of)
 
     def run(xs: Sequence[Tensor], rngs: Sequence[Tensor | None]) -> list[Tensor]:

@@ -125,8 +125,8 @@ Output = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Of one cast: codes, scales, the measured amax under delayed scaling, and the amax or scale that it was given."""
 
 
-class Request(NamedTuple):
-    """What a call asks for, the same in every call of a layer.
+class CastRequest(NamedTuple):
+    """Amaxes and casts that a call asks for, the same in every call of a layer.
 
     Args:
         amax_of, amax_formats, amax_dims: which tensor each amax is of, and for which format along which dim.
@@ -173,7 +173,7 @@ def as_matrix(x: Tensor) -> Tensor:
 # ---- one tensor ----
 
 
-class Cast(NamedTuple):
+class CastResult(NamedTuple):
     """Result of a cast: uint8 codes, scales, and the tensor's own amax (fp32 [1]) where the scale was given."""
 
     codes: Tensor
@@ -182,7 +182,7 @@ class Cast(NamedTuple):
 
 
 def amax(x: Tensor, fmt: Format, dim: int) -> Tensor:
-    """The amax that the scale of the whole tensor comes from, or, where blocks are all there is, that of each block.
+    """Finds the amax of the whole tensor or, where blocks are all there is, of each block.
 
     Args:
         x: [M, K], bf16, fp16 or fp32.
@@ -200,7 +200,7 @@ def amax(x: Tensor, fmt: Format, dim: int) -> Tensor:
     return _amax_of(x.reshape(-1), 0).reshape(1)
 
 
-def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: int) -> Cast:
+def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: int) -> CastResult:
     """Quantizes ``x`` along ``dim``.
 
     Args:
@@ -218,12 +218,12 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         assert given is not None
         given = given.float()
         codes = fmt.encoding.encode(x.float() * given)
-        return new(Cast, (codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1)))
+        return new(CastResult, (codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1)))
     source = x if fmt.transform == "none" else rotated(x, fmt, dim)
     if given is not None and not fmt.grid:
         multiplier, scale_inv = fmt.scaling.scale(given.reshape(1), fmt, largest)
         codes = fmt.encoding.encode(source.float() * multiplier)
-        return new(Cast, (codes, scale_inv, x.new_empty(0, dtype=torch.float32)))
+        return new(CastResult, (codes, scale_inv, x.new_empty(0, dtype=torch.float32)))
     blocks = _blocks(source.float(), *fmt.scale_block(dim))
     if fmt.scale_rule == "two_level":
         assert given is not None
@@ -235,13 +235,13 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         scale_inv = scale_inv[:, 0, :, 0] if fmt.grid else scale_inv.reshape(-1)
     codes = _unblock(codes, source.shape)
     codes = _pack(codes, dim) if fmt.packed else codes
-    return new(Cast, (codes, scale_inv.contiguous(), x.new_empty(0, dtype=torch.float32)))
+    return new(CastResult, (codes, scale_inv.contiguous(), x.new_empty(0, dtype=torch.float32)))
 
 
-class Work:
-    """Does what is requested; :class:`pipeline.Recorded` does the same by kernels."""
+class RequestedCasts:
+    """Casts that a request asks for, by the reference; :class:`pipeline.RecordedCasts` are those by kernels."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: CastRequest) -> None:
         self.request = request
 
     def __call__(
