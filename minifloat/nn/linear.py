@@ -253,10 +253,10 @@ class Linear(LinearState, nn.Linear):
         return weight, None if self.return_bias else own["bias"]
 
     def _gathered_weight(self) -> QuantizedTensor | None:
-        """Returns W where FSDP2 has gathered ``parameters_split`` as codes of the whole; it gets no gradient."""
+        """Returns W where FSDP2 has gathered ``parameters_split`` as codes of one matrix; it gets no gradient."""
         first = getattr(self, self._weight_names[0])
-        whole: QuantizedTensor | None = getattr(getattr(first, "gatherer", None), "whole", None)
-        return whole
+        full: QuantizedTensor | None = getattr(getattr(first, "gatherer", None), "full", None)
+        return full
 
     def _bias_vector(self) -> Tensor | None:
         """Returns this rank's b [out_features], likewise."""

@@ -79,7 +79,7 @@ def test_memory(rank: int, size: int, recipe: str) -> list[str]:
     weights = [each.weight for each in pytorch.parameters_below(model)]
     held = [weight.gathered for weight in weights]
     tensors = [_tensors(unsharded.operands) for unsharded in held]
-    parameters = [weight.parameters[0]._unsharded_param for weight in weights]
+    parameters = [weight.params[0]._unsharded_param for weight in weights]
     wrong, seen = [], []
     for child, unsharded in zip(model, held, strict=True):
 
@@ -92,7 +92,7 @@ def test_memory(rank: int, size: int, recipe: str) -> list[str]:
         child.register_forward_pre_hook(look)
 
     def kept_to_the_end(module: nn.Module, args: Any, output: Any) -> None:
-        kept = [not weight.cast or weight.parts for weight in weights[:-1]]  # the last one is not sharded again
+        kept = [not weight.cast or weight.cast.parts for weight in weights[:-1]]  # the last one is not sharded again
         wrong.extend(["a rank keeps what it has sent"] * any(kept) * (recipe == "current"))
 
     model.register_forward_hook(kept_to_the_end)
@@ -104,7 +104,7 @@ def test_memory(rank: int, size: int, recipe: str) -> list[str]:
         wrong += ["a gathered weight outlives its backward"] * (unsharded.holds(ROWWISE) or unsharded.holds(COLUMNWISE))
         now = _tensors(unsharded.operands)
         wrong += ["tensors were made anew"] * any(a is not b for a, b in zip(before, now, strict=True))
-        wrong += ["the parameter was made anew"] * (weight.parameters[0]._unsharded_param is not parameter)
+        wrong += ["the parameter was made anew"] * (weight.params[0]._unsharded_param is not parameter)
     return wrong
 
 

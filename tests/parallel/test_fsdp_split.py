@@ -163,7 +163,7 @@ def test_wire_and_memory(rank: int, size: int) -> list[str]:
     layer.unshard()
     codes = weight.gathered.operands.rowwise.codes
     received_codes = [weight.gathered.buffers([ROWWISE], i)[0].received for i in range(3)]
-    for parameter, received in zip(weight.parameters, received_codes, strict=True):
+    for parameter, received in zip(weight.params, received_codes, strict=True):
         own = received.untyped_storage().data_ptr() != codes.untyped_storage().data_ptr()
         wrong += [f"{parameter.name} is copied"] * own
     return wrong

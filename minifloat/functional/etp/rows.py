@@ -1,8 +1,8 @@
-"""This rank's rows of a weight: how they are shared out, and how they are cast."""
+"""Shares out the rows of a weight among ranks, and casts those of many weights together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from minifloat.arguments import label_of
 from minifloat.comm.group import Group, ShardMap
 from minifloat.comm.pytorch import check_same_rows, running
 from minifloat.comm.sharded_cast import Repeat, quantize_shards
+from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.grouped_weight import SeparateOperands, join, of_all
 from minifloat.functional.quantize import FORWARD_SLOTS, holds
 from minifloat.operand import Quantized
@@ -50,15 +51,56 @@ class Sharding(NamedTuple):
     prefetch: tuple[int, int | None] = (1, None)
 
 
-class EtpRows:
+class ShardedRows:
+    """A rank's rows of a weight, as they are cast: FSDP2's, or those of ``etp_group``.
+
+    Attributes:
+        layer: whose they are.
+        sharding: how they are shared out.
+        dims: the orientations to cast now, where the other one may follow by repetition.
+    """
+
+    layer: Any
+    sharding: Sharding
+    dims: Collection[int] = (ROWWISE, COLUMNWISE)
+
+    def parameters(self) -> list[Any]:
+        """Lists the parameters that have these rows, or what is computed in their place."""
+        raise NotImplementedError
+
+    def matrices(self) -> list[Tensor]:
+        """Returns the values [n, K] of each matrix."""
+        values = self._values()
+        return values if len(values) == 1 else [torch.cat(values)]
+
+    def _values(self) -> list[Tensor]:
+        return [
+            each.dequantize().detach() if isinstance(each, QuantizedTensor) else each.detach()
+            for each in self.parameters()
+        ]
+
+    def ready(self, quantizer: Quantizer) -> list[Quantized] | None:
+        """Returns the part of each matrix where parameters are kept as ``quantizer`` gives them; else None."""
+        own = self.parameters()
+        kept = all(isinstance(each, QuantizedRows) and holds(each._operands, quantizer) for each in own)
+        return [each.part for each in own] if kept and len(own) == self.sharding.matrices else None
+
+    def scales(self) -> list[Tensor | None]:
+        """Returns what delayed scaling casts each matrix with now, fp32 [1]; None under other recipes."""
+        history: Any = self.layer._modules.get("forward_scaling")
+        count = self.sharding.matrices
+        first = FORWARD_SLOTS.index("weight") * count
+        return [None] * count if history is None else list(history.scale[first : first + count].split(1))
+
+
+class EtpRows(ShardedRows):
     """This rank's rows of the weight of a layer: one matrix [N, K], of one parameter or of several below each other.
 
     Ranks share out the rows of the matrix: of a parameter among several one may have all, and another none.
 
     Attributes:
-        layer, names: whose they are, and its names of the parameters.
-        lengths: rows of each parameter of the whole.
-        sharding: how they are shared out.
+        names: what the layer calls the parameters.
+        lengths: rows of each parameter of the full weight.
     """
 
     def __init__(
@@ -76,32 +118,7 @@ class EtpRows:
     # ---- as they are cast, and as products read them ----
 
     def parameters(self) -> list[Any]:
-        """The parameters that have these rows, or what is computed in their place."""
         return [_parameter(self.layer, name) for name in self.names]
-
-    def matrices(self) -> list[Tensor]:
-        """The values [n, K] of each matrix."""
-        values = self._values()
-        return values if len(values) == 1 else [torch.cat(values)]
-
-    def _values(self) -> list[Tensor]:
-        return [
-            each.dequantize().detach() if isinstance(each, QuantizedTensor) else each.detach()
-            for each in self.parameters()
-        ]
-
-    def ready(self, quantizer: Quantizer) -> list[Quantized] | None:
-        """The part of each matrix where parameters are kept as ``quantizer`` gives them; else None."""
-        own = self.parameters()
-        kept = all(isinstance(each, QuantizedRows) and holds(each._operands, quantizer) for each in own)
-        return [each.part for each in own] if kept and len(own) == self.sharding.matrices else None
-
-    def scales(self) -> list[Tensor | None]:
-        """What delayed scaling casts each matrix with now, fp32 [1]; None under other recipes."""
-        history: Any = self.layer._modules.get("forward_scaling")
-        count = self.sharding.matrices
-        first = FORWARD_SLOTS.index("weight") * count
-        return [None] * count if history is None else list(history.scale[first : first + count].split(1))
 
     def join(self, matrices: Sequence[Quantized]) -> Quantized:
         """The operands of the weight from those of its matrices, as products read them."""
@@ -236,7 +253,7 @@ class Parts(NamedTuple):
     shards: ShardMap
 
     def serve(self, dim: int) -> bool:
-        """There are operands for products that contract ``dim``."""
+        """Whether there are operands for products that contract ``dim``."""
         return all(any(each is not None and each.serves(dim) for each in part) for part in self.matrices)
 
 
@@ -261,8 +278,8 @@ class Cast(NamedTuple):
     scale_versions: tuple[float, ...] | None
 
     @torch.inference_mode(False)
-    def repeat(self, rows: EtpRows, *dims: int) -> Parts:
-        """The parts with operands for ``dims``, cast anew; no collective."""
+    def repeat(self, rows: ShardedRows, *dims: int) -> Parts:
+        """Casts the parts anew, with operands for ``dims``; no collective."""
         values = rows.matrices()
         values = values if self.quantizer.quantized else [each.to(self.dtype) for each in values]
         parts = [each.recast(own, dims) for each, own in zip(self.repeats, values, strict=True)]
@@ -272,13 +289,14 @@ class Cast(NamedTuple):
 @torch.inference_mode(False)  # a training step may use what an evaluation has cast
 @torch.no_grad()
 def cast_together(
-    wanted: Sequence[tuple[EtpRows, Quantizer, torch.dtype]], replayed: Sequence[Tensor | None] | None = None
+    wanted: Sequence[tuple[ShardedRows, Quantizer, torch.dtype]], replayed: Sequence[Tensor | None] | None = None
 ) -> list[Cast]:
     """Casts the rows of weights that one group shares; a collective. ``replayed``: scales of the one weight."""
     xs: list[Tensor] = []
     quantizers: list[Quantizer] = []
     maps: list[ShardMap] = []
     scales: list[Tensor | None] = []
+    dims: list[Collection[int]] = []
     ready = [rows.ready(quantizer) for rows, quantizer, _ in wanted]
     for (rows, quantizer, dtype), own in zip(wanted, ready, strict=True):
         if own is None:
@@ -287,7 +305,8 @@ def cast_together(
             quantizers += [quantizer] * len(values)
             maps += [rows.sharding.shards] * len(values)
             scales += rows.scales() if replayed is None else replayed
-    made = iter(quantize_shards(xs, quantizers, maps, wanted[0][0].sharding.group, scales))
+            dims += [rows.dims] * len(values)
+    made = iter(quantize_shards(xs, quantizers, maps, wanted[0][0].sharding.group, scales, dims))
     casts = []
     for (rows, quantizer, dtype), own in zip(wanted, ready, strict=True):
         sharding = rows.sharding

@@ -162,7 +162,7 @@ def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
             layer._config(layer.recipe)  # with delayed scaling's buffers, which FSDP2 then moves to the device
 
 
-def _gather_as_codes(layer: LinearState, params: Mapping[str, Any], group: Any) -> None:
+def _gather_as_codes(layer: LinearState, params: dict[str, Any], group: Any) -> None:
     """Lets a weight of a layer be gathered as codes, unless it has to be gathered in high precision.
 
     ``params``: by name its parameters, which ``group`` gathers.
@@ -188,7 +188,7 @@ def _gather_as_codes(layer: LinearState, params: Mapping[str, Any], group: Any) 
 
 
 def _gather_quantized(
-    whole: QuantizedTensor, initial: Tensor | None, layer: LinearState | None, params: Mapping[str, Any], group: Any
+    whole: QuantizedTensor, initial: Tensor | None, layer: LinearState | None, params: dict[str, Any], group: Any
 ) -> None:
     """Lets a quantized parameter be gathered. This rank keeps its rows of the codes, cast with what the whole was."""
     (param,) = params.values()

@@ -44,7 +44,6 @@ class ShardedParameter(FSDPParam):
     group: Group
     fsdp_pre_all_gather = fsdp_post_all_gather = None  # what tells FSDP2 that a parameter is gathered otherwise
     _memory: list[Tensor]  # what a gather allocates and resharding frees; parameters of a weight may share it
-    _gathering: list[tuple[Buffer, Tensor]]  # the gather under way, and this rank's rows of it
 
     @staticmethod
     def hook(param: Any, weight: ShardedWeight, number: int, name: str) -> ShardedParameter:
@@ -52,16 +51,21 @@ class ShardedParameter(FSDPParam):
         param.shards, param.group = shards_of(param)
         param.__class__ = ShardedParameter
         param.weight, param.number, param.name = weight, number, name
-        param._memory, param._gathering = [], []
+        param._memory = []
         param._init_extensions()
         hooked: ShardedParameter = param
         return hooked
 
     @property
-    def rows(self) -> Tensor:
-        """This rank's rows [m, K], in high precision or quantized, on the device that computes."""
+    def local(self) -> Tensor:
+        """This rank's rows [m, K], in high precision or quantized, where they are kept."""
         local: Tensor = self.sharded_param._local_tensor  # type: ignore[attr-defined]
-        return local.to(self.device, non_blocking=True) if self.offload_to_cpu else local
+        return local
+
+    @property
+    def rows(self) -> Tensor:
+        """The same on the device that computes."""
+        return self.local.to(self.device, non_blocking=True) if self.offload_to_cpu else self.local
 
     def register_storage(self, buffers: Sequence[Buffer]) -> None:
         """FSDP2 allocates and frees the memory of ``buffers`` from now on, and gathers into it."""
@@ -77,9 +81,9 @@ class ShardedParameter(FSDPParam):
     @property
     def all_gather_inputs(self) -> list[Tensor]:
         """Tensors that this rank sends, 1-D, of equal sizes on all ranks."""
-        self._gathering = self.weight.begin_gather(self.number)
-        self.register_storage([buffer for buffer, _ in self._gathering])
-        return [buffer.padded(own) for buffer, own in self._gathering]
+        buffers, part = self.weight.begin_gather(self.number)
+        self.register_storage(buffers)
+        return [buffer.sent(part) for buffer in buffers]
 
     def alloc_all_gather_outputs(self) -> None:
         for tensor in self._memory:
@@ -89,9 +93,6 @@ class ShardedParameter(FSDPParam):
         """Makes the unsharded parameter of what was gathered, or fills it again."""
         if self.group.size == 1:
             self.alloc_all_gather_outputs()
-        for buffer, own in self._gathering:
-            buffer.complete(own)
-        self._gathering = []
         self.weight.end_gather(self.number)
         if not hasattr(self, "_unsharded_param"):
             whole = self.weight.as_parameter(self.number, self.param_dtype or self.orig_dtype)

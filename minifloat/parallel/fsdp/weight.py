@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +14,16 @@ from minifloat import delayed, recompute
 from minifloat.autocast import current
 from minifloat.comm.collectives import padded_rows, start_all_gather_rows
 from minifloat.comm.group import Group, ShardMap
-from minifloat.comm.sharded_cast import Repeat, owned_rows, quantize_shards
+from minifloat.comm.sharded_cast import owned_rows
 from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.functional.etp.rows import Cast, ShardedRows, Sharding, cast_together
 from minifloat.nn.linear_call import recipe_in_force
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.quantized_parameters import weight_scale
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp import pytorch
 from minifloat.quantizer import Quantizer
-from minifloat.recipe import DelayedScaling
+from minifloat.recipe import DelayedScaling, Recipe
 from minifloat.tensor import QuantizedTensor, operand_ops
 from minifloat.tensor.rows import QuantizedRows, cut_rows, row_unit
 
@@ -57,19 +58,20 @@ class Buffer(NamedTuple):
         own: Tensor = getattr(part.rowwise if self.dim == ROWWISE else part.columnwise, self.field)
         return own
 
-    def padded(self, own: Tensor) -> Tensor:
-        """Returns what this rank sends of its rows ``own``, 1-D, of one size on all ranks."""
+    def sent(self, part: Quantized) -> Tensor:
+        """Returns what this rank sends of its rows, 1-D, of one size on all ranks."""
+        own = self.of(part)
         if self.rows.size == 1:
             return own.new_empty(0)
         return padded_rows(own, self.rows.largest).contiguous().view(-1)
 
-    def complete(self, own: Tensor) -> None:
-        """Fills ``whole`` from what was received, whose memory is freed then; of one rank from its ``own`` rows."""
+    def complete(self, part: Quantized) -> None:
+        """Fills ``whole`` from what was received, whose memory is freed then; of one rank from its own rows."""
         if not self.copies:
             return
         with torch.no_grad(), pytorch.preserved_versions([self.whole]):
             if self.rows.size == 1:
-                self.whole.copy_(own)
+                self.whole.copy_(self.of(part))
             else:
                 parts = self.received.view(self.rows.size, self.rows.largest, *self.whole.shape[1:])
                 torch.cat([part[:count] for part, count in zip(parts, self.rows.rows, strict=True)], out=self.whole)
@@ -172,7 +174,7 @@ class GatheredWeight:
         self.set_constants(dims, parts[0])
 
 
-class ShardedWeight:
+class ShardedWeight(ShardedRows):
     """A weight [M, K] of a linear layer, which is one parameter or several below each other that are cast as one.
 
     Shards in high precision are cast at the start of each outermost forward, together with those of all other weights
@@ -186,43 +188,35 @@ class ShardedWeight:
     there (:meth:`fetch`): a wrong guess costs a gather, never a wrong number.
 
     Attributes:
-        layer, quantizer: whose weight, and how it is cast.
+        quantizer: how it is cast.
         delayed: the recipe of the layer's amax history, where its scale is what shards in high precision are cast with.
-        parameters: from the first row on. ``group``: the ranks. ``fsdp``: FSDP2's group of parameters.
-        is_quantized: the parameter is kept quantized.
+        params: its parameters, from the first row on. ``group``: the ranks. ``fsdp``: FSDP2's group of parameters.
         owned: for each parameter the rows that each rank sends: whole blocks, of the rank of their first row.
-        is_aligned: these are each rank's own, so that it can cast them again by itself.
-        parts: what this rank sends of each parameter; None before a cast, and after the all-gather.
-        cast: with what the latest cast may be repeated; None where it may not.
-        gathered: the memory of the whole, from the first gather on.
-        whole: the gathered weight, if it has several parameters and has been gathered ever; else None.
+        sharding: of all of them together; where they are each rank's own, it can cast them again by itself.
+        cast: what the rows were cast to, its parts until the all-gather if they can be cast again.
+        gathered: the memory of the full weight, from the first gather on.
+        full: the gathered weight, if it has several parameters and has been gathered ever; else None.
     """
 
     gathered: GatheredWeight
 
     def __init__(
-        self,
-        layer: LinearState,
-        quantizer: Quantizer,
-        delayed: DelayedScaling | None,
-        params: Mapping[str, Any],
-        group: Any,
+        self, layer: LinearState, quantizer: Quantizer, recipe: DelayedScaling | None, params: dict[str, Any], fsdp: Any
     ) -> None:
-        """``params``: FSDP2's records of the parameters, by name; ``group``: of what is gathered together."""
-        self.layer, self.quantizer, self.delayed = layer, quantizer, delayed
+        """``params``: FSDP2's records of the parameters, by name; ``fsdp``: of what is gathered together."""
+        self.layer, self.quantizer, self.delayed = layer, quantizer, recipe
         named = enumerate(params.items())
-        self.parameters = tuple(
-            pytorch.ShardedParameter.hook(param, self, number, name) for number, (name, param) in named
-        )
-        self.group = self.parameters[0].group
-        self.is_quantized = isinstance(self.parameters[0].rows, QuantizedTensor)
-        self.owned = [each.shards.whole_units(row_unit(quantizer)) for each in self.parameters]
-        self.is_aligned = self.owned == [each.shards for each in self.parameters]
-        self.parts: Sequence[Quantized] | None = None
-        self.cast: Repeat | None = None
-        self.whole: QuantizedTensor | None = None
-        group.__class__ = pytorch.ShardedGroup
-        self.fsdp: pytorch.ShardedGroup = group
+        self.params = tuple(pytorch.ShardedParameter.hook(param, self, number, name) for number, (name, param) in named)
+        self.group = self.params[0].group
+        self.owned = [each.shards.whole_units(row_unit(quantizer)) for each in self.params]
+        # Of several parameters no block straddles ranks, as if each rank were alone.
+        several = ShardMap((sum([each.rows[self.group.rank] for each in self.owned]),))
+        own = self.owned == [each.shards for each in self.params]
+        self.sharding = Sharding(self.group, several if len(params) > 1 else self.owned[0], "mean", recasts=own)
+        self.cast: Cast | None = None
+        self.full: QuantizedTensor | None = None
+        fsdp.__class__ = pytorch.ShardedGroup
+        self.fsdp: pytorch.ShardedGroup = fsdp
         self._dims = (ROWWISE, COLUMNWISE) if quantizer.columnwise else (ROWWISE,)
         self._pending_gather: tuple[Collection[int], Sequence[Quantized]] | None = None
         self._backward_reads_both = False
@@ -230,76 +224,81 @@ class ShardedWeight:
 
     # ---- this rank's part ----
 
-    def rows_to_cast(self) -> Tensor:
+    def parameters(self) -> list[Any]:
+        return [each.local for each in self.params]
+
+    def matrices(self) -> list[Tensor]:
         """This rank's rows [m, K] of the blocks that it owns, of all parameters below each other; a collective."""
         unit = row_unit(self.quantizer)
-        rows = [owned_rows(each.rows, unit, each.shards, self.group) for each in self.parameters]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        rows = [owned_rows(each.rows, unit, each.shards, self.group) for each in self.params]
+        return rows if len(rows) == 1 else [torch.cat(rows)]
 
-    def set_parts(self, cast: Quantized) -> None:
-        """Takes what :meth:`rows_to_cast` was cast to."""
-        if len(self.parameters) == 1:
-            self.parts = [cast]
-            return
-        self.parts, begin = [], 0
-        for owned in self.owned:
-            end = begin + owned.rows[self.group.rank]
-            self.parts.append(cut_rows(cast, begin, end))
-            begin = end
+    def scales(self) -> list[Tensor | None]:
+        return [None if self.delayed is None else weight_scale(self.layer, self.params[0].name)]
 
     def parts_for(self, dims: Collection[int]) -> Sequence[Quantized]:
         """Returns what this rank sends of each parameter, with operands for ``dims``."""
-        if self._lacks(dims) and (self.cast is None or not self.cast.serves(dims)):
+        if not (self._holds(dims) or self._repeats(dims)):
             cast_shards([self])  # the last forward had no grad mode, or there was none
-        if self._lacks(dims):
-            assert self.cast is not None
-            self.set_parts(self.cast.recast(self.rows_to_cast(), dims))
-        assert self.parts is not None
-        return self.parts
+        assert self.cast is not None
+        if not self._holds(dims):
+            self.cast = self.cast._replace(parts=self.cast.repeat(self, *dims))
+        assert self.cast.parts is not None
+        (part,) = self.cast.parts.matrices
+        if len(self.params) == 1:
+            return [part]
+        ends = [0, *accumulate([each.rows[self.group.rank] for each in self.owned])]
+        return [cut_rows(part, begin, end) for begin, end in pairwise(ends)]
 
-    def _lacks(self, dims: Collection[int]) -> bool:
-        if self.parts is None:
-            return True
-        rowwise, columnwise = self.parts[0]
-        return (rowwise is None and ROWWISE in dims) or (columnwise is None and COLUMNWISE in dims)
+    def _holds(self, dims: Collection[int]) -> bool:
+        if self.cast is None or self.cast.parts is None:
+            return False
+        (part,) = self.cast.parts.matrices
+        return all((part.rowwise if dim == ROWWISE else part.columnwise) is not None for dim in dims)
+
+    def _repeats(self, dims: Collection[int]) -> bool:
+        return self.cast is not None and bool(self.cast.repeats) and self.cast.repeats[0].serves(dims)
 
     def _release(self) -> None:
         """Frees the parts, if they can be cast again; to be called in the stream that waits for the gather."""
-        if self.cast is not None and self.parts is not None:
-            if self.parts[0].any.codes.is_cuda:
-                pytorch.record_stream(tensor for part in self.parts for tensor in operand_ops.buffers(part).values())
-            self.parts = None
+        if self.cast is not None and self.cast.repeats and self.cast.parts is not None:
+            (part,) = self.cast.parts.matrices
+            if part.any.codes.is_cuda:
+                pytorch.record_stream(operand_ops.buffers(part).values())
+            self.cast = self.cast._replace(parts=None)
 
     # ---- a gather of FSDP2's ----
 
-    def begin_gather(self, number: int) -> list[tuple[Buffer, Tensor]]:
-        """Lists what is gathered of a parameter, and this rank's rows of each."""
+    def begin_gather(self, number: int) -> tuple[list[Buffer], Quantized]:
+        """Returns what is gathered of a parameter, and this rank's part of it."""
         if number == 0:
             dims = self._dims_to_gather()
             if self.fsdp.training_state == "FORWARD":
                 self._fetched_in_forward = False
             if self.fsdp.training_state == "IDLE":
-                self.parts = self.cast = None  # not cast since the last step
+                self.cast = None  # not cast since the last step
             if not hasattr(self, "gathered"):
                 self.gathered = GatheredWeight(self.parts_for(self._dims)[0], self.owned)
             self._pending_gather = dims, self.parts_for(dims)
         assert self._pending_gather is not None
         dims, parts = self._pending_gather
-        return [(buffer, buffer.of(parts[number])) for buffer in self.gathered.buffers(dims, number)]
+        return self.gathered.buffers(dims, number), parts[number]
 
     def end_gather(self, number: int) -> None:
-        """All of a parameter has been received."""
-        if number == len(self.parameters) - 1:
-            assert self._pending_gather is not None
-            dims, parts = self._pending_gather
+        """Completes a parameter, all of which has been received."""
+        assert self._pending_gather is not None
+        dims, parts = self._pending_gather
+        for buffer in self.gathered.buffers(dims, number):
+            buffer.complete(parts[number])
+        if number == len(self.params) - 1:
             self.gathered.set_constants(dims, parts[0])
             self._pending_gather = None
             self._release()
 
     def as_parameter(self, number: int, dtype: torch.dtype) -> QuantizedTensor:
         """The gathered parameter, which stands for values of ``dtype``."""
-        if number == 0 and len(self.parameters) > 1:
-            self.whole = self._as_tensor(self.gathered.operands, dtype)
+        if number == 0 and len(self.params) > 1:
+            self.full = self._as_tensor(self.gathered.operands, dtype)
         return self._as_tensor(self.gathered.pieces[number], dtype)
 
     def _as_tensor(self, operands: Quantized, dtype: torch.dtype) -> QuantizedTensor:
@@ -310,7 +309,7 @@ class ShardedWeight:
     def is_gathered(self, columnwise: bool) -> bool:
         """Whether it is unsharded since an earlier microbatch: forward gathers nothing, backward the same once more."""
         dims = self._dims if columnwise else (ROWWISE,)
-        return self.fsdp.is_unsharded and self.cast is not None and self.cast.serves(dims)
+        return self.fsdp.is_unsharded and self._repeats(dims)
 
     def _dims_to_gather(self) -> Collection[int]:
         """The dims that the pass which gathers will contract; see the class."""
@@ -334,7 +333,7 @@ class ShardedWeight:
             held = [dim for dim in self._dims if dim not in missing and self.gathered.holds(dim)]
             self.gathered.gather(missing, self.parts_for(missing), self.group)
             self._release()
-            for parameter in self.parameters:  # so that it is freed with the rest
+            for parameter in self.params:  # so that it is freed with the rest
                 parameter.register_storage(self.gathered.buffers([*missing, *held], parameter.number))
 
     def fetch_for(self, quantizer: Quantizer, label: str) -> None:
@@ -344,9 +343,10 @@ class ShardedWeight:
             ValueError: the call wants another format.
         """
         self._fetched_in_forward = True
+        is_quantized = isinstance(self.params[0].local, QuantizedTensor)
         wanted = self._dims if quantizer.columnwise else (ROWWISE,)
         for dim in wanted:
-            if quantizer.format(dim) != self.quantizer.format(dim) and not self.is_quantized:
+            if quantizer.format(dim) != self.quantizer.format(dim) and not is_quantized:
                 raise ValueError(
                     f"{label}: the weight was gathered as {self.quantizer.format(dim).spec}, and the recipe in force "
                     f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard, and leave it"
@@ -360,11 +360,8 @@ class ShardedWeight:
 # ---- the cast of many weights together ----
 
 
-@torch.no_grad()
 def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> None:
-    """Gives every weight the parts that this rank sends, bit for bit those of the quantized whole; a collective.
-
-    What one scale spans is reduced in one all-reduce a group. Shards that are quantized are their parts.
+    """Casts what this rank sends of every weight, with one all-reduce a group; a collective.
 
     Args:
         columnwise: for the orientation that backward reads, too; its codes only come now where they cannot later.
@@ -372,47 +369,26 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
     Raises:
         ValueError: ranks that gather a weight would cast it with different delayed scales.
     """
-    checked: set[tuple[DelayedScaling, Group]] = set()
-    together: dict[Group, list[ShardedWeight]] = defaultdict(list)
+    context = current()
+    together: dict[Group, list[tuple[ShardedWeight, Quantizer, torch.dtype]]] = defaultdict(list)
     for weight in weights:
-        weight.parts = weight.cast = None  # its memory may serve the new one
-        if weight.delayed is not None:
-            _check_scales(weight, weight.delayed, checked)
-        if weight.is_quantized:
-            weight.parts = [_quantized_part(weight, checked)]
-        else:
-            together[weight.group].append(weight)
-    for group, those in together.items():
-        quantizers = [each.quantizer.with_usage(columnwise=each.quantizer.columnwise and columnwise) for each in those]
-        dims = [(ROWWISE,) if each.is_aligned and each.fsdp.gathers_for_backward else each._dims for each in those]
-        rows = [each.rows_to_cast() for each in those]
-        # Of several parameters no block straddles ranks, as if each rank were alone.
-        maps = [w.owned[0] if len(w.owned) == 1 else ShardMap((x.shape[0],)) for w, x in zip(those, rows, strict=True)]
-        scales = [None if w.delayed is None else weight_scale(w.layer, w.parameters[0].name) for w in those]
-        made = quantize_shards(rows, quantizers, maps, group, scales, dims)
-        for weight, (operands, repeat) in zip(those, made, strict=True):
-            weight.cast = repeat if weight.is_aligned else None
-            weight.set_parts(operands)
-
-
-def _quantized_part(weight: ShardedWeight, checked: set[tuple[DelayedScaling, Group]]) -> Quantized:
-    rows = weight.parameters[0].rows
-    assert isinstance(rows, QuantizedRows)
-    if rows.scale is not None and "forward_scaling" in weight.layer._modules:
-        recipe = recipe_in_force(weight.layer)
-        if isinstance(recipe, DelayedScaling):
-            _check_scales(weight, recipe, checked)
-        rows.scale = weight_scale(weight.layer, weight.parameters[0].name)  # a checkpoint may have replaced it
-    return rows.part
-
-
-def _check_scales(weight: ShardedWeight, recipe: DelayedScaling, checked: set[tuple[DelayedScaling, Group]]) -> None:
-    """Raises where ranks that gather a weight would cast it with different delayed scales; looked at once a recipe."""
-    if weight.group.size > 1 and (recipe, weight.group) not in checked:
-        context = current()
-        group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
-        delayed.check_same_scale(weight.layer, "the weight is sharded", weight.group, recipe, group)
-        checked.add((recipe, weight.group))
+        weight.cast = None  # its memory may serve the new one
+        later = weight.sharding.recasts and weight.fsdp.gathers_for_backward
+        weight.dims = (ROWWISE,) if later else weight._dims
+        recipe: Recipe | None = weight.delayed
+        first, group = weight.params[0], weight.group
+        rows = first.local
+        if isinstance(rows, QuantizedRows) and rows.scale is not None and "forward_scaling" in weight.layer._modules:
+            recipe = recipe_in_force(weight.layer)
+            rows.scale = weight_scale(weight.layer, first.name)  # a checkpoint may have replaced it
+        if isinstance(recipe, DelayedScaling) and group.size > 1:
+            agreed = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
+            delayed.check_same_scale(weight.layer, "the weight is sharded", group, recipe, agreed)
+        quantizer = weight.quantizer.with_usage(columnwise=weight.quantizer.columnwise and columnwise)
+        together[group].append((weight, quantizer, first.orig_dtype))
+    for wanted in together.values():
+        for (weight, *_), cast in zip(wanted, cast_together(wanted), strict=True):
+            weight.cast = cast
 
 
 def owners(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[LinearState, tuple[str, ...], str]]:
