@@ -41,6 +41,10 @@ _stack = _Stack()
 class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Engine taught
     """Gives a recipe to the modules inside that have none of their own.
 
+    On leaving the outermost context, the delayed scaling state of every module that ran forward with gradients inside
+    is updated, with one all-reduce a group; an exception leaves it as it was. A context may be entered again after it
+    was left, not nested into itself.
+
     Args:
         enabled: False leaves those modules in high precision.
         calibrating: with ``enabled=False``, records amaxes for delayed scaling while computing in high precision.
@@ -49,19 +53,12 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         check_finite: for debugging: linears of eager code inside, also of nested contexts, look whether input, weight
             and ``grad_output`` are finite. Waits for the device in each; parts of fused modules run one by one.
         batch_invariant: a row's result in the forward of linears, grouped linears and routers inside, also of nested
-            contexts, has the same bits for any number of rows, any order and any grouping; with ``enabled=False`` in
-            high precision. See ``docs/numerics.md`` 3.7.
-
-    On leaving the outermost context, the delayed scaling state of every module that ran forward with gradients inside
-    is brought up to date, with one all-reduce for all; an exception leaves it as it was. A module that ran under
-    several groups is reduced over each of them in turn. A context may be entered again after it was left, not nested
-    into itself.
+            contexts, has the same bits for any number of rows, any order and any grouping (``docs/numerics.md`` 3.7).
 
     Raises:
         TypeError: ``recipe`` is neither a recipe nor a name.
-        ValueError: there is no recipe of this name.
-        ValueError: inside, with ``batch_invariant``: a row of a layer depends on others by the recipe's scales, or by
-            sums over ranks.
+        ValueError: there is no recipe of this name; inside, with ``batch_invariant``: a row of a layer depends on
+            others by the recipe's scales, or by sums over ranks.
         FloatingPointError: inside, with ``check_finite``: naming the layer and the tensor.
     """
 
@@ -235,11 +232,10 @@ def get_default_recipe() -> Recipe:
 class DelayedCall:
     """One forward through a module with delayed scaling: the histories it reads its scales from and records to.
 
-    A module's backward history is complete when the backward of its first use in the region ends: backward runs in
-    reverse, so that is its last. It is updated when the whole backward ends well, or before another region reads the
-    scale. Where ranks reduce, the first module that is complete has the histories of all modules of the region updated
-    by then, in one all-reduce: ranks may differ in which modules have a backward, as long as each has one. But a
-    compiled backward, which is traced before the region's later modules are known, updates its own at once.
+    A module's backward history is complete when the backward of its first use in the region ends, and is updated when
+    the whole backward ends well, or before another region reads the scale. Where ranks reduce, the first module that is
+    complete has the histories of all modules of the region updated by then, in one all-reduce, so that ranks may differ
+    in which modules have a backward. A compiled backward updates its own at once.
 
     Args:
         states: what keeps the forward and the backward history.

@@ -212,12 +212,11 @@ def cast_all(
     Args:
         xs: [..., K] each, bf16, fp16 or fp32, on one device.
         quantizers: one a tensor.
-        amaxes: as :func:`find_amaxes` gives them, reduced over a group or not; for delayed scaling the scale, fp32
-            [1]. None: each tensor's own, found first, in one launch.
+        amaxes: as :func:`find_amaxes` gives them, reduced over a group or not; for delayed scaling the scale, fp32 [1].
+            None: each tensor's own, found first, in one launch.
         rngs: for each tensor the int64 [2] seed and offset of stochastic rounding. None: drawn.
-        gemm_ready: lay codes out in memory as this device's GEMMs read them, in the same pass: where those want the
-            contracted dim consecutive, columnwise codes are transposed in memory, and a symmetric format gives two
-            operands. For what is neither gathered nor kept as a parameter.
+        gemm_ready: lay codes out in memory as this device's GEMMs read them, for what is neither gathered nor kept as a
+            parameter: a symmetric format may give two operands.
         noop_flag: fp32 [1] on the device; where it is not 0 kernels do nothing, and the result is undefined.
         scales: for each tensor the scale that its casts take under delayed scaling, in lieu of one among ``amaxes``.
 

@@ -1,14 +1,10 @@
 """``checkpoint``: backward recomputes a forward with the recipes, scales and ranks that it ran under.
 
-Inside of :func:`checkpoint`, or of PyTorch's checkpoint with :func:`checkpoint_context_fn`, every linear records on a
-:class:`Tape` under which recipe it runs (:func:`replayed_scale`), and every sharded module how it communicates
-(:func:`exchange_of`). A recomputation runs under the ``autocast`` of the forward and reads the tape: delayed scales
-that have moved on since are the old ones, and amaxes are recorded once.
-
-Without a tape a forward with gradients inside of a backward is taken for a recomputation. It is exact for a layer with
-its own recipe, but for delayed scaling. What cannot be known then raises: see ``_check_untaped``.
-
-A compiled graph recomputes operations and not modules: nothing here reaches it.
+Inside of :func:`checkpoint`, or of PyTorch's with :func:`checkpoint_context_fn`, a :class:`Tape` records the recipe and
+scales of every linear and how sharded modules communicate; a recomputation reads it, under the forward's ``autocast``.
+Without a tape a forward with gradients inside of a backward is taken for a recomputation: exact for a layer with its
+own recipe, but for delayed scaling. What cannot be known then raises: see ``_check_untaped``. Compiled graphs recompute
+operations, not modules: nothing here reaches them.
 """
 
 from __future__ import annotations
@@ -127,21 +123,18 @@ _lock = threading.Lock()
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """Calls ``function(*args, **kwargs)``, whose activations backward computes again instead of keeping them.
 
-    As ``torch.utils.checkpoint.checkpoint``, whose other options (``preserve_rng_state``, ``determinism_check``,
-    ``debug``, ``early_stop``) it takes, and exact under every recipe: the recomputation runs under the ``autocast`` of
-    the forward, reads the forward's delayed scales and records no amax twice. Stochastic rounding draws the same bits
-    unless ``preserve_rng_state=False``.
-
-    Compiled code, around the checkpoint or inside of it, is exact under every recipe but delayed scaling: a graph that
-    is run again reads the scales after the step has updated them. A layer with delayed scaling that is compiled inside,
-    or was before, raises under ``fullgraph=True``; else the compiler warns, and runs it uncompiled: exact, and slower.
-    Leave such parts uncompiled. Code that was compiled before PyTorch's own checkpoint is around it raises.
+    As ``torch.utils.checkpoint.checkpoint``, whose other options it takes, and exact under every recipe: the
+    recomputation runs under the ``autocast`` of the forward, reads the forward's delayed scales and records no amax
+    twice. Stochastic rounding draws the same bits unless ``preserve_rng_state=False``. Compiled code, around or inside,
+    is exact under every recipe but delayed scaling, whose layers raise under ``fullgraph=True`` and else run
+    uncompiled, with a warning.
 
     Raises:
         ValueError: ``use_reentrant=True``, or a ``context_fn``, of which there can be one.
-        RuntimeError: a layer with delayed scaling is being compiled inside, with ``fullgraph=True``; or is inside of a
-            ``torch.utils.checkpoint`` around this one, without ``context_fn=minifloat.checkpoint_context_fn``; or a
-            CUDA graph is captured, which cannot draw random numbers again, without ``preserve_rng_state=False``.
+        RuntimeError: a layer with delayed scaling is compiled inside with ``fullgraph=True``, or is inside of PyTorch's
+            own checkpoint around this one without ``context_fn=minifloat.checkpoint_context_fn``; code that was
+            compiled before PyTorch's checkpoint is around it; a CUDA graph is captured without
+            ``preserve_rng_state=False``.
     """
     if use_reentrant:
         raise ValueError("minifloat.checkpoint is the non-reentrant form only; leave out use_reentrant=True")
@@ -188,8 +181,7 @@ def replayed_scale(layer: Layer, recipe: Recipe | None, scale: Tensor | None) ->
     """Returns the delayed scales that the forward of this recomputation read; called in each eager forward of a linear.
 
     Args:
-        layer: the linear.
-        recipe: the recipe in force.
+        layer, recipe: the linear and the recipe in force.
         scale: delayed scaling's forward scales as they are now, fp32 [slots].
 
     Returns:

@@ -141,16 +141,14 @@ def start_all_gather_rows(
 ) -> Pending[list[Tensor]]:
     """Gathers several tensors along their first dim, in one call of the backend.
 
-    Equal row counts are received in place. Others are padded to the largest and put together after the wait. Inside a
-    coalescing region that the caller has opened on the group the transfers join it: they are complete when its own
-    handle was waited for, and the one returned here has nothing more to wait for.
+    Equal row counts are received in place; others are padded to the largest and put together after the wait. Inside a
+    coalescing region of the caller on the group the transfers join it, complete when its handle was waited for.
 
     Args:
         xs: [rows, ...] each, of any dtype: this rank's rows.
         maps: the rows of every rank, for each tensor.
         into: contiguous tensors [sum(rows), ...] to fill; None where there is none.
-        overlapped: with what is computed meanwhile. Where the wait follows at once, a transfer in the stream of the
-            computation needs no events between streams.
+        overlapped: with what is computed meanwhile; else no events between streams are needed.
     """
     targets = [None] * len(xs) if into is None else list(into)
     if group.size == 1:

@@ -1,13 +1,8 @@
-"""The sharded cast, each rank's exact part of what quantizing the whole tensor would give, and the gather of parts.
+"""Casts of sharded tensors, each rank's exact part of the quantized whole, and gathers of these parts.
 
-Where a scale spans rows of several ranks they communicate first:
-
-- one scale for the whole tensor, or NVFP4's amax above block scales: a MAX all-reduce of the amaxes;
-- blocks, rotations and packed bytes of several rows: the rows of one that straddles ranks go to the rank of its first
-  row, fewer than a block's rows from each rank.
-
-Random bits of stochastic rounding depend on an element's place in the whole. A gather gives every rank the quantized
-whole, to the bit.
+Where a scale spans rows of several ranks they communicate first: one scale for the whole tensor, or NVFP4's amax, by a
+MAX all-reduce of amaxes; blocks, rotations and packed bytes that straddle ranks by sending their rows to the rank of
+the first one. Random bits depend on an element's place in the whole. A gather gives the quantized whole, to the bit.
 """
 
 from __future__ import annotations
@@ -45,11 +40,11 @@ def quantize_shard(
     scale: Tensor | None = None,
     rng: Tensor | None = None,
 ) -> Quantized:
-    """This rank's part of the quantized whole; a collective. :func:`~minifloat.comm.sharded_cast.gather` joins parts.
+    """Casts this rank's part of the quantized whole, a collective; :func:`gather` joins parts.
 
-    The codes and scales are those that ``quantizer`` gives for the rows of all ranks below each other, bit for bit.
-    They are of the rows that ``shards.codes`` and ``shards.scales`` say: this rank's own, but for units that straddle
-    ranks. The logical shape of the operands is that of ``x``.
+    The codes and scales are those that ``quantizer`` gives for the rows of all ranks below each other, bit for bit, of
+    the rows that ``shards.codes`` and ``shards.scales`` say: this rank's own, but for units that straddle ranks. The
+    logical shape of the operands is that of ``x``.
 
     Args:
         x: [..., K], bf16, fp16 or fp32, leading dims flattened: the rows of this rank, perhaps none. Any strides.
@@ -287,15 +282,15 @@ def start_gather(
 ) -> Pending[list[Quantized]]:
     """Starts to gather several quantized tensors in one call of the backend; ``wait()`` gives them.
 
-    Nothing but codes, scales of blocks and amaxes of rows is sent. A scale or amax of the whole tensor is this rank's
-    own: all ranks have the same. The amax that a delayed cast measured stays that of this rank's rows.
+    Nothing but codes, scales of blocks and amaxes of rows is sent; a scale or amax of the whole tensor is the same on
+    all ranks. The amax that a delayed cast measured stays that of this rank's rows.
 
     Args:
         parts: of each tensor what :func:`~minifloat.comm.sharded_cast.quantize_shard` gave.
         shards: the rows of every rank, the same for every tensor.
         rowwise, columnwise: the orientations wanted.
-        gemm_ready: lay codes out in memory as this device's GEMMs read them (see ``Quantizer.layouts``); once, after
-            the wait, where they are gathered in another order.
+        gemm_ready: lay codes out in memory as this device's GEMMs read them (see ``Quantizer.layouts``), after the
+            wait.
 
     Raises:
         ValueError: a part lacks an orientation or has not the rows that ``shards`` says.

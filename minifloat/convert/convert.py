@@ -100,18 +100,14 @@ def convert(
 ) -> ConversionReport:
     """Turns the linears of any model into :class:`minifloat.Linear`, in place.
 
-    Each converted module stays the same object and changes its class: its parameters, hooks and names, and references
-    to it from elsewhere, are what they were, and an optimizer that was made before goes on. State dict keys change in
-    one case: delayed scaling adds its histories, which a checkpoint may lack. :func:`minifloat.convert.revert` undoes
-    it all. A model that was converted before is reverted first; a layer that gets the recipe that it had keeps its
-    histories.
+    Each converted module stays the same object and changes its class: parameters, hooks, names, references and an
+    optimizer that was made before stay. Delayed scaling adds its histories to state dicts, which a checkpoint may lack.
+    :func:`minifloat.convert.revert` undoes it all. A model that was converted before is reverted first; a layer that
+    gets the recipe that it had keeps its histories.
 
     Converted are ``nn.Linear`` itself, Hugging Face's ``Conv1D``, and experts that transformers 5 keeps as one
-    ``gate_up_proj`` and one ``down_proj``, each of which runs as a :class:`minifloat.GroupedLinear`. A subclass of
-    ``nn.Linear``, a weight that is computed (parametrizations, pruning) or of a dtype that cannot be quantized, and a
-    forward that was replaced on the object stay as they are; the report says so, and names modules that hold matrices
-    without being a linear. A :class:`minifloat.Linear` or :class:`minifloat.GroupedLinear` of the model's own gets
-    the recipe, unless that is None or its own is ``"none"``.
+    ``gate_up_proj`` and one ``down_proj``, each of which runs as a :class:`minifloat.GroupedLinear`; a linear of this
+    library gets the recipe, unless that is None or its own is ``"none"``. The report says why others stay as they are.
 
     Args:
         model: any module.
@@ -121,16 +117,12 @@ def convert(
             ``DefaultFilter(model)``, which is not asked about this library's own linears.
         rules: pairs of a glob pattern for dotted names (``*`` matches dots too) and a recipe, a short name, None or
             ``"none"``, which keeps layers in high precision inside of ``autocast`` too. The first that matches wins,
-            over ``filter_fn`` and ``recipe``. Names are those of ``named_modules()`` without what ``torch.compile``,
-            FSDP and activation checkpointing put between.
+            over ``filter_fn`` and ``recipe``. Names are those of ``named_modules()`` without what wrappers put between.
         quantize_weights: True replaces the weights of converted layers by quantized parameters
-            (:class:`~minifloat.QuantizedTensor`), which are cast once and keep no copy in high precision: a frozen base
-            for adapters takes no more memory than its codes. They are new parameters, so that optimizers, and whatever
-            else holds parameters, are made afterwards. The format is that of ``quantized_model_init`` inside of it,
-            else that of each layer's recipe. Weights that are parameters of other modules too, those of ``Conv1D``, and
-            of experts that have one parameter, stay as they are, with a warning. None: True inside of
-            ``quantized_model_init``, else False. Frozen weights in high precision are cast in each forward: writes
-            through ``.data``, as PEFT's merging makes them, change no version that a cache could compare.
+            (:class:`~minifloat.QuantizedTensor`), cast once, with no copy in high precision, in the format of
+            ``quantized_model_init`` inside of it, else of each layer's recipe. They are new parameters: make optimizers
+            afterwards. Weights of ``Conv1D``, of experts in one parameter, and those that other modules have too stay
+            as they are, with a warning. None: True inside of ``quantized_model_init``, else False.
 
     Returns:
         What was converted and what was left alone, and why; print it. If that is nothing, a ``UserWarning`` says why.
@@ -138,9 +130,8 @@ def convert(
     Raises:
         TypeError: ``model``, ``recipe`` or a rule is not one. Nothing was changed.
         ValueError: an unknown recipe name, a model that was given to ``fully_shard`` before, or weights that cannot be
-            replaced: they have gradients or hooks, a ``DistributedDataParallel`` holds on to them, or no recipe says
-            which format; a model that was converted before is then reverted, as it is if a custom recipe's factory
-            gives a wrong answer.
+            replaced (gradients, hooks, a ``DistributedDataParallel`` around, no recipe that says which format); the
+            model is then as if reverted, as it is if a custom recipe's factory gives a wrong answer.
     """
     _refuse_sharded(model)
     chosen, read = own_recipe(recipe), read_rules(rules)

@@ -49,10 +49,9 @@ def export(
 ) -> ExportedProgram:
     """Exports with ``torch.export`` for inference: the program holds codes and scales of weights as plain tensors.
 
-    It gives what the model gives in ``eval()`` under its recipes, bit for bit, and casts activations alone. A buffer
-    ``layer.weight_codes`` and those of its scales, ``layer.weight_scale_inv`` and for NVFP4 ``layer.weight_amax``,
-    stand for a parameter ``layer.weight`` that is multiplied quantized. Under delayed scaling the scales are those of
-    now, and there are no histories. What the program does not read is not in it. The model is not changed, and what
+    It gives what the model gives in ``eval()`` under its recipes, bit for bit, and casts activations alone. Buffers
+    ``layer.weight_codes``, ``layer.weight_scale_inv`` and for NVFP4 ``layer.weight_amax`` stand for a parameter
+    ``layer.weight`` that is multiplied quantized; delayed scales are those of now. The model is not changed, and what
     becomes of it later does not reach the program.
 
     Args:
@@ -61,8 +60,8 @@ def export(
         args, kwargs, dynamic_shapes, strict, options: as of ``torch.export.export``.
 
     Returns:
-        A program for ``torch.export.save`` or ``torch._inductor.aoti_compile_and_package``. It calls operations of
-        minifloat, so a process that loads it imports minifloat first.
+        A program for ``torch.export.save`` or ``torch._inductor.aoti_compile_and_package``. A process that loads it
+        imports minifloat first.
 
     Raises:
         ValueError: the model is in training mode; a layer is split over ranks, its weight is a DTensor or gathered from

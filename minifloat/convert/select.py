@@ -160,11 +160,10 @@ def other_matrices(model: Iterable[Named]) -> Iterator[tuple[Named, str]]:
 class DefaultFilter:
     """Default ``filter_fn`` of :func:`minifloat.convert`: leaves alone what low precision slows down or hurts.
 
-    * What stands before the model's first stack of blocks or after its last one: embeddings' projections and heads. A
-      stack is an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that has two or more modules of one class
-      with linears inside. In a model without stacks: the first and the last linear, in the order of registration.
-    * Small ones, whose cast costs more than the faster product saves, routers and low-rank adapters among them.
-    * Those whose weight belongs to a module of another kind too, such as an embedding.
+    That is what stands before the model's first stack of blocks or after its last one (a stack is an ``nn.ModuleList``,
+    ``nn.Sequential`` or ``nn.ModuleDict`` with two or more modules of one class with linears inside; in a model without
+    stacks the first and the last linear), small linears, whose cast costs more than the faster product saves, and those
+    whose weight belongs to a module of another kind too, such as an embedding.
 
     Args:
         model: the model that will be converted.
@@ -269,9 +268,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Report on each linear of a model and each projection of its experts.
-
-    ``print`` shows it as a table, layers of equal blocks in one line.
+    """Report on each linear of a model and each projection of its experts; ``print`` shows it as a table.
 
     Attributes:
         converted, left_alone: the layers, in the order of the model.

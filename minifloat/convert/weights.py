@@ -140,8 +140,7 @@ def load_mxfp4(layer: Linear | GroupedLinear, blocks: Tensor, scales: Tensor) ->
     The columnwise operand, which dgrad reads, is cast from the values that they stand for.
 
     Args:
-        layer: its weight is kept in MXFP4, as inside of ``quantized_model_init(recipe="w4a8")`` or ``"mxfp4"``; not
-            split over ranks.
+        layer: its weight is kept in MXFP4, as inside of ``quantized_model_init(recipe="w4a8")``; not split over ranks.
         blocks: codes, two a byte: uint8 [N, K / 32, 16], as ``*_blocks`` of gpt-oss, or int8 [N, K / 2], as ``weight``
             of DeepSeek-V4's experts; of a :class:`GroupedLinear` [G, ...].
         scales: uint8 or ``float8_e8m0fnu`` [N, K / 32], ``*_scales`` or ``scale`` there; of a grouped one [G, ...].

@@ -34,20 +34,15 @@ def cross_entropy(
 ) -> Tensor:
     """Computes ``F.cross_entropy`` of class indices, with fp32 numbers for ``chunk_rows`` rows at a time.
 
-    Between forward and backward it keeps the logits as they came and one fp32 number a row. Backward computes the
-    softmax again, chunk by chunk, and rounds the gradient once to the dtype of the logits.
-
-    Vocabulary-parallel: with ``tp_group`` each rank gives the logits of its own classes (``vocabulary_shards``) for the
-    same rows and targets, and gets the loss of all and its own logits' gradient. The ranks exchange two fp32 numbers a
-    row, three with label smoothing, in one all-gather: log-sum-exp over a rank's own classes, the target's logit, the
-    sum. All of them then compute the same bits, in rank order: the log-sum-exp of the ranks' log-sum-exps; the logit of
-    the target exactly; the sum of sums. So the loss differs from the unsharded one by the order of fp32 sums only, and
-    in a group of one not at all. Backward communicates nothing.
+    Between forward and backward it keeps the logits as they came and one fp32 number a row; backward computes the
+    softmax again and rounds the gradient once. With ``tp_group`` each rank gives the logits of its own classes
+    (``vocabulary_shards``) for the same rows and targets, and gets the loss of all and its own logits' gradient: ranks
+    all-gather two fp32 numbers a row, three with label smoothing, and compute the same bits, in rank order, which
+    differ from the unsharded loss by the order of fp32 sums only. Backward communicates nothing.
 
     Args:
         logits: [..., V], any float dtype.
-        target: int [...]; a class, or ``ignore_index``. Anything else is an error of indexing, raised on a CPU and by
-            the device's assertion on a GPU, as in PyTorch.
+        target: int [...]; a class, or ``ignore_index``. Anything else is an error of indexing, as in PyTorch.
         label_smoothing: the part of each target that is spread over all classes, 0 to 1 (Szegedy et al. 2015).
         reduction: ``"mean"`` over the targets that are not ignored, ``"sum"``, or ``"none"``.
         chunk_rows: rows held in fp32 at a time; None chooses about 64 MiB.
@@ -55,12 +50,12 @@ def cross_entropy(
         classes: how many classes all ranks have together; needed with a ``tp_group`` of several.
 
     Returns:
-        The loss in fp32 whatever the dtype of the logits (fp64 for fp64): a number, or [...] for ``"none"``, with 0
-        where ignored. As in PyTorch the mean over no target is NaN, with gradients of 0.
+        The loss in fp32 (fp64 for fp64): a number, or [...] for ``"none"``, with 0 where ignored. As in PyTorch the
+        mean over no target is NaN, with gradients of 0.
 
     Raises:
-        ValueError: shapes that do not fit, targets that are not integers, options out of range; logits of other
-            classes than the rank's.
+        ValueError: shapes that do not fit, targets that are not integers, options out of range, logits of other
+            classes.
     """
     check_arguments(logits, logits.shape, target)
     group = Group.of(tp_group)
@@ -164,15 +159,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Computes ``cross_entropy`` of ``hidden @ weight.t() + bias``, with logits for ``chunk_rows`` rows at a time.
 
-    The gradients are computed in the forward, while the logits of a chunk are there, and scaled in the backward: kept
-    in between are that of ``hidden``, in its dtype, and those of weight and bias, summed over the chunks in fp32. The
-    products are computed in the dtype of ``hidden``, or of ``torch.autocast``, and are not quantized.
-
-    Vocabulary-parallel, with ``tp_group``, each rank gives its own rows of the head. Loss and exchange are those of
-    ``cross_entropy``, chunk by chunk: they differ from the unsharded ones by the order of fp32 sums. The gradients
-    of weight and bias are this rank's rows of them. That of ``hidden`` is a sum over the ranks of products that each
-    was rounded to its dtype, one all-reduce in the forward, as dX of a column-parallel linear. Backward communicates
-    nothing.
+    Gradients are computed in the forward, while the logits of a chunk are there: that of ``hidden`` is kept in its
+    dtype, those of weight and bias are summed in fp32. Products have the dtype of ``hidden``, or of ``torch.autocast``,
+    and are not quantized. With ``tp_group`` each rank gives its own rows of the head and gets their gradients; that of
+    ``hidden`` is a sum over ranks of products that each was rounded to its dtype. Backward communicates nothing.
 
     =================  ======================  ================================
     on one of p ranks  replicated              sequence parallel
@@ -185,9 +175,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., D], bf16, fp16, fp32 or fp64.
-        weight: [V, D], of the output head; its gradient comes in its own dtype.
-        target: int [...].
-        bias: [V].
+        weight: [V, D], of the output head; its gradient comes in its own dtype. ``bias``: [V]. ``target``: int [...].
         sequence_parallel: ``hidden`` is this rank's part of dim 0.
         rows_per_rank: those parts, of all ranks; equal ones if not given.
 

@@ -59,17 +59,15 @@ class LayerNormLinearFunction(torch.autograd.Function):
     ======  ========  =================  ======================
     tensor  shape     contracted over    quantized along
     ======  ========  =================  ======================
-    X, R    [..., K]
-    S       [..., K]
+    X, R, S [..., K]
     N       [..., K]  K (M in wgrad)     rowwise (columnwise)
     W       [N, K]    K (N in dgrad)     rowwise (columnwise)
     dY      [..., N]  N (M in wgrad)     rowwise (columnwise)
     ======  ========  =================  ======================
 
-    fprop Y = N W^T + b; dgrad dN = dY W; wgrad dW = dY^T N; dX, dgamma and dbeta are the norm's gradients of dN, to
-    which the gradient of a returned N is added first. The gradient of a returned S is added to dX, which is dR too.
-    Saved are S, rounded to the dtype of X, and the columnwise operand of N, not N itself; under ``recompute_x`` S
-    alone, from which backward recomputes that operand.
+    dgrad dN = dY W; wgrad dW = dY^T N; dX, dgamma and dbeta are the norm's gradients of dN and a returned N; the
+    gradient of a returned S is added to dX, which is dR too. Saved are S, rounded to the dtype of X, and the columnwise
+    operand of N; under ``recompute_x`` S alone, from which backward recomputes that operand.
     """
 
     @staticmethod
@@ -232,7 +230,6 @@ class LayerNormMLPFunction(torch.autograd.Function):
     tensor  shape      contracted over    quantized along
     ======  =========  =================  ======================
     X, R    [..., K]   (without a residual R, S is X)
-    S       [..., K]
     N       [..., K]   K (M in wgrad)     rowwise (columnwise)
     W1      [F', K]    K (F' in dgrad)    rowwise (columnwise)
     H       [..., F']  (F' = 2 F if the activation is gated, else F)
@@ -242,10 +239,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
     dH      [..., F']  F' (M in wgrad)    rowwise (columnwise)
     ======  =========  =================  ======================
 
-    fprop H and Y as above; dgrad dA = dY W2, dN = dH W1; wgrad dW2 = dY^T A, dW1 = dH^T N; dH = act'(H) dA; dX, dgamma
-    and dbeta are the norm's gradients of dN, where the gradient of a returned S is added to dX, which is dR too. Saved
-    are S, H and the columnwise operands of N and A; under ``recompute_x`` of its linear backward recomputes either,
-    from S or from H.
+    dgrad dA = dY W2, dN = dH W1; wgrad dW2 = dY^T A, dW1 = dH^T N; dH = act'(H) dA; dX, dgamma and dbeta are the norm's
+    gradients of dN, dX with that of a returned S added, which is dR too. Saved are S, H and the columnwise operands of
+    N and A; under ``recompute_x`` of its linear backward recomputes either, from S or from H.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """The autograd function of a linear layer, Y = X W^T + b, on quantized operands, and what it saves.
 
 A call varies along three axes, each an object with methods: its :class:`~minifloat.functional.spec.Spec` (what is
-computed: formats, dtypes, which gradients), its exchange (what ranks tell each other about activations:
-``exchange.py``) and its weight source (where W's operands come from and where dW goes: ``weight_source.py``). Fused
-modules (``layernorm_linear.py``, ``layernorm_mlp.py``, ``experts.py``) compose the same three.
+computed), its exchange (what ranks tell each other about activations: ``exchange.py``) and its weight source (where W's
+operands come from and where dW goes: ``weight_source.py``). Fused modules (``fused_layers.py``, ``experts.py``) compose
+the same three.
 """
 
 from __future__ import annotations

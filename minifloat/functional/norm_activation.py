@@ -1,10 +1,9 @@
 """Norms and activations: under autograd, and as outputs that are cast, by their kernel or afterwards.
 
 A value comes first (``norm_value``, ``act_value``), so that ranks may reduce amaxes before its cast; under current
-scaling the kernel that computes it finds them. Delayed scaling, and blocks, whose amaxes are their own, let that kernel
-cast it too, so that it is never materialized; NVFP4 needs an amax of all of it first. The codes are always those of a
-cast of the value. That is the fp32 result itself under delayed scaling; everything else rounds to the dtype of the
-input first (``docs/numerics.md`` 3.3 and 3.4).
+scaling the kernel that computes it finds them. Under delayed scaling and in blocks that kernel casts too, and the value
+is never in memory; NVFP4 needs an amax of all of it. Codes are always those of a cast of the value: the fp32 result
+under delayed scaling, else rounded to the dtype of the input (``docs/numerics.md`` 3.3 and 3.4).
 """
 
 from __future__ import annotations

@@ -111,8 +111,7 @@ class Options(NamedTuple):
 
     Args:
         device: type of the device.
-        dtype: of the activations: what the output and both gradients are computed to.
-        weight_dtype: of the parameter.
+        dtype, weight_dtype: of the activations, what the output and both gradients are computed to; of the parameter.
         needs_x, needs_w, needs_b: whether input, weight and bias need gradients.
         ranks: that share the linear; None: one does it all.
         input_is_quantized: X comes quantized and is its own original: nothing else is kept of it.
@@ -120,8 +119,7 @@ class Options(NamedTuple):
             computed X saves. Only where dX is needed, backward is quantized, and no rank gathers X.
         quantize_output, quantize_grad_input: return those as :class:`QuantizedTensor`.
         batch_invariant: a row of fprop's result depends on no other row.
-        gathers_weight: its rows are sharded over ranks with other data (``functional/etp``): gathered for each product,
-            and their gradient reduced.
+        gathers_weight: ranks with other data share the rows of the weight (``functional/etp``).
         delays_wgrad: backward leaves the computation of dW for later.
     """
 

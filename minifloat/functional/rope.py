@@ -36,13 +36,11 @@ def apply_rotary_pos_emb(
         freqs: angles [positions, 1, 1, r], ``r <= d``, from :class:`~minifloat.RotaryPositionEmbedding`.
         start_positions: int [b], the position of each sequence's first token; 0 if None.
         interleaved: as in :class:`~minifloat.RotaryPositionEmbedding`.
-        cu_seqlens: int [b + 1] for ``thd``: where the packed sequences start, and where the last one ends. Positions
-            start again at each.
+        cu_seqlens: int [b + 1] for ``thd``: where the packed sequences start, and where the last one ends.
 
     Raises:
         ValueError: an unknown format, shapes that do not fit, more tokens than angles, ``thd`` without ``cu_seqlens``.
-            Lengths and starts that are on a device are not read back: a position without an angle is an error of
-            indexing there.
+            On a device a position without an angle is an error of indexing.
     """
     _check(t, freqs, tensor_format, start_positions, cu_seqlens)
     angles = _angles(t, freqs.flatten(1), tensor_format, start_positions, cu_seqlens)

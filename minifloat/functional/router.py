@@ -211,14 +211,12 @@ def sort_by_expert(indices: Tensor, num_experts: Size) -> Routing:
 
     Args:
         indices: int [T, k]: the experts of each token, 0 to E - 1, or -1 for a dropped slot: it comes after all experts
-            and is not counted, :func:`permute` gives it a row of zeros, :func:`unpermute` adds none. Others on a
-            device, which is not waited for, are dropped too, but under ``autocast(check_finite=True)``, which waits,
-            they raise.
+            and is not counted, :func:`permute` gives it a row of zeros, :func:`unpermute` adds none. Others on a device
+            are dropped too, but raise under ``autocast(check_finite=True)``, which waits.
         num_experts: E.
 
     Raises:
-        TypeError, ValueError: the arguments are no such, or the host has an index that is none; in compiled code when
-            it runs, and with the class of the layer alone.
+        TypeError, ValueError: the arguments are no such, or the host has an index that is none.
         RuntimeError: ``autocast(check_finite=True)`` in compiled code or the capture of a CUDA graph.
     """
     return route(indices, num_experts)

@@ -30,8 +30,7 @@ class LocalWeight:
         tasks: what computes dW is appended to, where that is left for later.
         dtype: of the dW that autograd gets; default: that of the activations.
         main_grad: dW is added to ``main_grad``; autograd gets none.
-        overwrite: in the first microbatch of a step it replaces what is there, once after each time that
-            ``main_grad_is_old`` was set.
+        overwrite: in the first microbatch of a step it replaces what is there, once for each ``main_grad_is_old``.
     """
 
     def __init__(

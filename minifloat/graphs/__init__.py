@@ -53,24 +53,18 @@ def make_graphed_callables(
 
     ``torch.cuda.make_graphed_callables`` that knows recipes: see docs/layers.md, "CUDA graphs". A module's ``forward``
     is replaced by its graphs; calls in another mode (``eval()``, ``torch.no_grad()``) than now run as before. Outputs
-    and the gradients of inputs are in memory that the next call overwrites.
-
-    Warm-ups and captures leave parameters, gradients, ``main_grad``, buffers, amax histories and random numbers as they
-    were.
+    and the gradients of inputs are in memory that the next call overwrites. Captures leave all state as it was.
 
     Args:
         modules: on a CUDA device; several in the order in which a step runs them.
         sample_args: the arguments of each module's forward, a tuple, or one tuple a module: tensors of the shapes,
-            dtypes and needs of gradients of later calls, and constants.
+            dtypes and needs of gradients of later calls, and constants. ``sample_kwargs``: the same by keyword.
         num_warmup_iters: steps of each module before its capture.
         allow_unused_input: inputs that require a gradient may get none.
-        sample_kwargs: the same by keyword.
         enabled, calibrating, recipe, amax_reduction_group: of the :class:`~minifloat.autocast` that modules are
-            captured under; without a recipe none, and layers that have their own keep it. Calls are inside of an
-            ``autocast`` of the same recipe, which updates amax histories at its end, or of none.
-        cache_quantized_params: modules take ``is_first_microbatch``. Calls with False skip the casts of the weights,
-            by a flag on the device. Not for :class:`~minifloat.GroupedLinear`, nor for weights that ``etp_group``
-            shards.
+            captured under; without a recipe none. Calls are inside of an ``autocast`` of the same recipe, or of none.
+        cache_quantized_params: modules take ``is_first_microbatch``; calls with False skip the casts of the weights, by
+            a flag on the device. Not for :class:`~minifloat.GroupedLinear`, nor for weights that ``etp_group`` shards.
         _order: the forwards (1 for the first module) and backwards (-1) of the microbatches of a step, in their order,
             as ``[1, 1, -1, 1, -1, -1]``. Each microbatch then has graphs of its own, and modules stay as they are.
 

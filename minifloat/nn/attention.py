@@ -35,10 +35,8 @@ class RotaryPositionEmbedding(nn.Module):
         dim: channels of a head; ``int(dim * rotary_percent)`` of them, an even number, are turned.
         rotary_percent: the part of a head that is turned, its first channels; above 0, at most 1.
         seq_len_interpolation_factor: positions are divided by it (Chen et al. 2023).
-        pretrained_max_position_embeddings: with a factor: sequences that end beyond the factor times this are divided
-            by ``end / pretrained_max_position_embeddings`` instead, so that they fit. ``end`` is
-            ``offset + max_seq_len``; a position has one angle in all calls of one ``end``, and may have another in
-            calls of another one.
+        pretrained_max_position_embeddings: with a factor: sequences that end (``offset + max_seq_len``) beyond the
+            factor times this are divided by ``end / pretrained_max_position_embeddings`` instead, so that they fit.
         rotary_base: the base of the frequencies.
         interleaved: pairs are neighbours (2 i, 2 i + 1) rather than halves (i, i + dim / 2).
         device: where the angles are computed; ``module.to`` moves it.
@@ -125,9 +123,8 @@ class DotProductAttention(nn.Module):
         num_gqa_groups: heads of keys and values, which divide those of the queries; as many by default.
         attention_dropout: the probability that a weight is dropped while training, by PyTorch's generator.
         qkv_format: ``"sbhd"`` for [s, b, h, d], ``"bshd"`` for [b, s, h, d], ``"thd"`` for [tokens, h, d] packed.
-        attn_mask_type: ``"causal"`` aligns query and key 0, ``"causal_bottom_right"`` the last ones, as with keys from
-            a cache. ``"padding"`` and its combinations leave out padding; ``"arbitrary"`` takes any mask. Packed
-            sequences are always apart: there ``"causal"`` means ``"padding_causal"``.
+        attn_mask_type: ``"causal"`` aligns query and key 0, ``"causal_bottom_right"`` the last ones. ``"padding"`` and
+            its combinations leave out padding; ``"arbitrary"`` takes any mask. Packed sequences are always apart.
         window_size: ``(left, right)``, how many keys before and behind its own position a query sees; -1 for all.
         bottom_right_diagonal: where that position lies if there are not as many keys as queries; None aligns
             ``"causal"`` and ``"padding_causal"`` at the top left and everything else at the bottom right.

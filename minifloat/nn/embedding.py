@@ -106,33 +106,29 @@ class VocabParallelEmbedding(EtpEmbedding):
     """Embedding of which each of p ranks has about V/p rows of the table [V, D].
 
     A rank looks up the tokens that it has rows of and puts 0 for the others; the sum over the ranks is the result,
-    exactly, since one addend of each element is not 0. V need not divide by p: ``vocabulary_shards`` says who has what.
+    exactly. V need not divide by p: ``vocabulary_shards`` says who has what.
 
-    ==========================  ==================  ======================================
-    on one rank                 replicated          sequence parallel
-    ==========================  ==================  ======================================
-    tokens, of all ranks        [S, ...]            [S, ...]
-    rows of the table           [V/p, D]            [V/p, D]
-    result                      [S, ..., D]         [S/p, ..., D], the rank's part of dim 0
-    forward                     all-reduce          reduce-scatter
-    backward                                        all-gather of the gradient
-    ==========================  ==================  ======================================
+    ===========  ================  =======================================
+    on one rank  replicated        sequence parallel
+    ===========  ================  =======================================
+    tokens       [S, ...], of all  [S, ...], of all
+    table        [V/p, D]          [V/p, D]
+    result       [S, ..., D]       [S/p, ..., D], the rank's part of dim 0
+    forward      all-reduce        reduce-scatter
+    backward                       all-gather of the gradient
+    ===========  ================  =======================================
 
-    The gradient of a row is the sum of those of the results that read it. It starts as ``nn.Embedding`` of the same
-    seed: each rank draws the whole table and keeps its rows. Without a group, or in one of one rank, it is an
-    ``nn.Embedding``.
+    It starts as ``nn.Embedding`` of the same seed, and without a group, or in one of one rank, it is one.
+    ``num_embeddings`` is this rank's number of rows, ``first`` its first one and ``vocabulary`` the number of all. The
+    weight has Megatron's attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
 
     Args:
         num_embeddings, embedding_dim, device, dtype: V, D and the rest as of ``nn.Embedding``.
         sequence_parallel: each rank gets its part of dim 0 of the result.
-        tp_group, tp_mesh: the ranks: a process group, or one dim of a device mesh.
-        tp_size: their number, which may be given too.
+        tp_group, tp_mesh: the ranks: a process group, or one dim of a device mesh. ``tp_size``: their number.
         init_method: fills the whole table in place; default: as ``nn.Embedding``, normal.
         params_dtype: another name of ``dtype``.
         etp_group, etp_reduction: ranks with other tokens share this rank's rows, as of :class:`EtpEmbedding`.
-
-    ``num_embeddings`` is this rank's number of rows, ``first`` its first one and ``vocabulary`` the number of all. The
-    weight has Megatron's attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
 
     Raises:
         ValueError: the vocabulary is too small for so many ranks; arguments that contradict each other.

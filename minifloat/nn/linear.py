@@ -44,9 +44,8 @@ class Linear(LinearState, nn.Linear):
         name: what recipes and errors call the layer.
         fuse_wgrad_accumulation: add dW to ``weight.main_grad`` (a buffer that you provide, fp32 as a rule), set
             ``weight.grad_added_to_main_grad`` and return no gradient for it. After a forward with
-            ``is_first_microbatch=True`` the first dW replaces what is there, and those that follow are added, of a
-            weight that is used several times too; all its uses in the first microbatch must be forwarded before the
-            first of their backwards.
+            ``is_first_microbatch=True`` the first dW replaces what is there; all uses of the weight in that microbatch
+            must be forwarded before the first of their backwards.
         delay_wgrad_compute: backward leaves dW to :meth:`backward_dw`; no optimizer steps while one waits.
             ``zero_grad`` and ``is_first_microbatch=True`` drop those of a step that was given up.
         save_original_input: backward keeps X as it came and quantizes it again: costs a cast, saves memory where X is
@@ -57,32 +56,28 @@ class Linear(LinearState, nn.Linear):
         init_method: fills the weight in place, and the bias starts as zeros; default: both as ``nn.Linear``.
         params_dtype: another name of ``dtype``.
         parallel_mode: ``"column"`` shares ``out_features`` out over the ranks of a group, ``"row"`` ``in_features``:
-            the sizes given are those of all ranks, the attributes of that name this rank's. The shapes of each are in
-            its exchange (``functional/exchange.py``). All ranks start from one seed, as the
-            unsharded layer of that seed would; each parameter has Megatron's attributes ``tensor_model_parallel``,
-            ``partition_dim`` and ``partition_stride``.
+            the sizes given are those of all ranks, the attributes of that name this rank's; shapes and equations are in
+            ``functional/exchange.py``. All ranks start from one seed, as the unsharded layer would; each parameter has
+            Megatron's attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
         sequence_parallel: activations that are not split by columns are split by rows, along dim 0.
-        tp_group, tp_mesh: the ranks: a process group, or one dim of a device mesh.
-        tp_size: their number, which may be given too.
+        tp_group, tp_mesh: the ranks: a process group, or one dim of a device mesh. ``tp_size``: their number.
         etp_group: ranks with other data, which share the rows of the weight: extended tensor parallelism
-            (:class:`~minifloat.functional.etp.weight.EtpWeight`). The parameter is this rank's rows; with ``tp_group``
-            those of the tensor-parallel part. A process group, or one dim of a device mesh; one rank changes nothing.
+            (``docs/etp.md``). The parameter is this rank's rows; with ``tp_group`` those of the tensor-parallel part.
             :func:`~minifloat.distributed.reduce_replicated` reduces the gradients of all other parameters.
         etp_reduction: of the weight's gradients, over ``etp_group``: ``"mean"`` or ``"sum"``.
         fused_parts: rows of what a column-parallel weight is made of (gate and up), each of which is shared out by
             itself; those of ``parameters_split`` always are.
 
-    Activations are computed in the dtype of X, or of ``torch.autocast`` where that is on; weights are quantized
-    straight from the parameter, whatever its dtype. State dict keys are those of ``nn.Linear``, and under delayed
-    scaling also ``forward_scaling.*`` and ``backward_scaling.*``, which may be missing from a checkpoint or extra.
-    ``quantized_model_init`` keeps the weight itself quantized.
+    Activations are computed in the dtype of X, or of ``torch.autocast``; weights are quantized straight from the
+    parameter, whatever its dtype. State dict keys are those of ``nn.Linear``, and under delayed scaling also
+    ``forward_scaling.*`` and ``backward_scaling.*``, which a checkpoint may lack.
 
     Raises:
         TypeError: ``recipe`` is not one, or X is not floating point.
-        ValueError: an unknown recipe name; X's last dim is not ``in_features``; an unsupported dtype, or without
-            recipe and ``torch.autocast`` one that is not the weight's; rows of ``parameters_split`` or ``fused_parts``
-            that do not add up to ``out_features``; sizes that do not divide by the number of ranks; sequence
-            parallelism with delayed scaling whose amaxes not all of the ranks agree on.
+        ValueError: an unknown recipe name; X's last dim is not ``in_features``; an unsupported dtype, or without recipe
+            and ``torch.autocast`` one that is not the weight's; parts that do not add up to ``out_features``; sizes
+            that do not divide by the number of ranks; sequence parallelism with delayed scaling whose amaxes not all
+            ranks agree on.
     """
 
     @checked

@@ -83,18 +83,12 @@ _stack = _Stack()
 def quantized_model_init(
     enabled: bool = True, recipe: RecipeLike | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Keeps the weights of modules made inside quantized, as :class:`~minifloat.QuantizedTensor` parameters.
+    """Keeps weights of modules made or converted inside quantized, as :class:`~minifloat.QuantizedTensor` parameters.
 
-    So do the layers of models that :func:`~minifloat.convert` converts inside.
-
-    Such a weight keeps the formats that ``recipe`` gives weights, whatever recipe is in force later: without one the
-    layer computes on the dequantized weight, under another one the GEMM takes the weight as it is where the formats can
-    be multiplied and a fresh cast of its value where not. Biases, and the weights of modules whose recipe is
-    ``"none"``, stay in high precision.
-
-    Under delayed scaling a weight is cast with the scale of its values when it is initialized or loaded from a state
-    dict in high precision, and with the layer's delayed scale, which follows the amaxes of earlier steps, whenever an
-    optimizer or other in-place operation writes it.
+    Such a weight keeps the formats that ``recipe`` gives weights: without a recipe the layer later computes on the
+    dequantized weight, under another one the GEMM takes it as it is where the formats can be multiplied, else a fresh
+    cast of its value. Biases, and modules whose recipe is ``"none"``, stay in high precision. Under delayed scaling a
+    weight is initialized and loaded with the scale of its values, and written with the layer's delayed scale.
 
     Args:
         enabled: False makes high-precision parameters, inside of another such context too.

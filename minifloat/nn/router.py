@@ -49,23 +49,19 @@ class RouterOutput(NamedTuple):
 class TopKRouter(nn.Module):
     """Chooses k of E experts for each token, by a linear from H features to a logit of each expert.
 
-    =====================  ==============  ==================  ===============  ========================================
-    routers of             score_function  score_before_top_k  normalize_top_k  more
-    =====================  ==============  ==================  ===============  ========================================
-    Mixtral                softmax         True                True
-    Qwen3-MoE              softmax         True                its option
-    gpt-oss                softmax         False               False            ``bias=True, logits_dtype=None``
-    DeepSeek-V3            sigmoid         True                True             ``num_groups``, ``group_top_k``,
-                                                                                ``scaling_factor``, ``expert_bias_rate``
-    =====================  ==============  ==================  ===============  ========================================
+    ===========  ==============  ==================  ===============  ===============================================
+    routers of   score_function  score_before_top_k  normalize_top_k  more
+    ===========  ==============  ==================  ===============  ===============================================
+    Mixtral      softmax         True                True
+    Qwen3-MoE    softmax         True                its option
+    gpt-oss      softmax         False               False            ``bias=True, logits_dtype=None``
+    DeepSeek-V3  sigmoid         True                True             groups, ``scaling_factor``, ``expert_bias_rate``
+    ===========  ==============  ==================  ===============  ===============================================
 
-    Scores are computed in fp32. Of equal ones the first experts are chosen. Gradients flow through the probabilities
-    and the loss.
+    Scores are fp32; of equal ones the first experts are chosen. Gradients flow through the probabilities and the loss.
 
     Args:
-        hidden_size: H.
-        num_experts: E.
-        top_k: k.
+        hidden_size, num_experts, top_k: H, E, k.
         score_function: what makes scores of logits.
         score_before_top_k: of the logits of all E experts, by whose scores k are chosen; False: k are chosen by their
             logits, and the score function is of these alone.
@@ -81,8 +77,7 @@ class TopKRouter(nn.Module):
         bias: the linear has a bias [E].
         logits_dtype: in which the linear multiplies; None: the dtype of the input, or of ``torch.autocast``.
         init_method: fills the weight [E, H] in place; default: as ``nn.Linear``. The bias starts at 0.
-        params_dtype, dtype: of weight and bias, two names of one; PyTorch's default if None.
-        device: ``"meta"`` makes no memory; ``to_empty`` and ``reset_parameters`` do later.
+        params_dtype, dtype, device: as of :class:`~minifloat.Linear`.
 
     Raises:
         ValueError: more experts are to be chosen than there are, groups are not equal, or arguments contradict.

@@ -1,9 +1,8 @@
 """Launches Triton kernels: past the JIT's binder, and counted.
 
-A launch through Triton's own ``kernel[grid](...)`` looks at every argument anew and costs more host time than a small
-kernel takes on the GPU. Here the place of an argument says what it is (tensors, then integers, then compile-time
-constants), so that finding the compiled kernel is one look-up. No integer is ever compiled in: another number of
-tokens is not another kernel.
+Triton's own ``kernel[grid](...)`` looks at every argument anew, which costs more host time than a small kernel takes.
+Here the place of an argument says what it is (tensors, then integers, then compile-time constants), so that finding the
+compiled kernel is one look-up. No integer is compiled in: another number of tokens is not another kernel.
 """
 
 from __future__ import annotations

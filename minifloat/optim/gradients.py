@@ -33,17 +33,11 @@ def gradient_norm(
 ) -> Tensor:
     """Computes the 2-norm of the whole model's gradients, each parameter counted once, wherever it is sharded.
 
-    Parameters that say ``tensor_model_parallel`` are parts, each of which counts; all others are the same on the ranks
-    of ``tp_group``, and count once. Those that say ``etp_group`` are parts over that group, and may be tensor-parallel
-    parts too. A DTensor, as FSDP2 makes them, counts by its placements. Data-parallel replicas count once: their
-    gradients must have been averaged before.
-
-    PyTorch's ``fully_shard`` makes new parameters, which no longer say that they are parts, and are not counted rightly
-    in a model that is tensor-parallel too; those of ``minifloat.distributed.fully_shard`` are.
-
-    Norms of single gradients are computed in fp32. The ranks exchange them in one all-gather, so that all of them get
-    the same bits, after one over each ``etp_group``; DTensors cost one all-reduce a sharded dim of a mesh. Where
-    nothing is sharded and gradients are fp32, the bits are those of ``torch.nn.utils.clip_grad_norm_``.
+    Parameters that say ``tensor_model_parallel`` or ``etp_group`` are parts, each of which counts; a DTensor counts by
+    its placements; all others are the same on the ranks of ``tp_group`` and of data parallelism, whose gradients must
+    have been averaged before. ``minifloat.distributed.fully_shard`` keeps those marks; PyTorch's own loses them. Norms
+    of single gradients are fp32, exchanged in one all-gather, so that all ranks get the same bits; where nothing is
+    sharded and gradients are fp32, those of ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
         parameters: the same ones in the same order on all ranks of the group; those without a gradient are skipped.

@@ -22,35 +22,25 @@ class MasterWeights(torch.optim.Optimizer):
     """Steps fp32 masters of low-precision parameters with an optimizer of any class, then rounds the parameters.
 
     ``MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)``. Parameters that are
-    :class:`~minifloat.QuantizedTensor`, bf16 or fp16 have masters; others are stepped themselves. A step converts the
-    gradients to fp32, steps, and writes the quantized parameters in one multi-tensor cast and the 16-bit ones in one
-    ``_foreach_copy_``. Param groups, schedulers, hooks, closures and ``zero_grad`` are as for any optimizer.
+    :class:`~minifloat.QuantizedTensor`, bf16 or fp16 have masters; others are stepped themselves. Quantized parameters
+    are written in one multi-tensor cast, 16-bit ones in one ``_foreach_copy_``. Param groups, schedulers, hooks,
+    closures and ``zero_grad`` are as for any optimizer. Move the model to its device first.
 
     A master starts from the parameter's ``get_high_precision_init_val()`` where it has one, which is then cleared, else
-    from its value. Later writes to a parameter by others (loading a model, clipping) are noticed by its version and
-    taken over, in those elements that changed; with a remainder in all, to within the rounding of the parameter: see
-    ``master``. Move the model to its device first.
+    from its value. Later writes by others (loading a model, clipping) are noticed by its version and taken over. The
+    gradient is ``p.grad``; where ``p.grad_added_to_main_grad`` is set, ``p.main_grad`` plus ``p.grad`` if there is one.
 
-    The gradient is ``p.grad``; where ``p.grad_added_to_main_grad`` is set it is ``p.main_grad``, plus ``p.grad`` if
-    there is one (a tied weight used outside of the GEMM). ``zero_grad`` zeroes such a ``main_grad`` and clears the
-    mark.
-
-    ``GradScaler``: gradients are unscaled here, in fp32, so that fp16 parameters work; a step that overflowed changes
-    nothing. The scaler sees gradients of parameters only: casts of per-tensor formats saturate, so that an infinite dY
-    gives a finite dW, and shows in the gradients of biases, norms and embeddings instead.
-
-    The state dict is that of the inner optimizer with one entry more a parameter, ``"master"`` or ``"remainder"``.
-    After loading it the parameters are those of the masters, rounded; with a remainder they are half of the master, so
-    load the model's state dict too, before or after.
+    A ``GradScaler`` is unscaled here, in fp32; a step that overflowed changes nothing (``docs/optimizers.md``). The
+    state dict is that of the inner optimizer with one entry more a parameter, ``"master"`` or ``"remainder"``; with a
+    remainder load the model's state dict too, before or after.
 
     Args:
         params: parameters, param groups or named parameters, as for any optimizer.
         optimizer_class: called with param groups and ``options``; what it makes is :attr:`inner`.
         master: ``"fp32"``, or ``"bf16+remainder"``: masters of bf16 parameters are kept as 16 bits beyond the
-            parameter's own, exactly, and are whole during a step only. Saves 2 bytes a parameter between steps.
+            parameter's own, exactly, and are whole during a step only, which saves 2 bytes a parameter between steps.
             Parameters are then rounded with ties away from zero, and what others write to one is the upper half of its
-            master, which keeps the lower half that it had, or gets 0 where the two do not go together. Quantized and
-            fp16 parameters have fp32 masters.
+            master.
         options: of ``optimizer_class``, as keyword arguments; param groups may have their own.
 
     Raises:

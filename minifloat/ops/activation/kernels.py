@@ -1,16 +1,10 @@
 """Activations in Triton, forward and backward, each in one pass with what comes next.
 
-A program works on a tile of the activation's result: it reads that tile of ``x``, or of both halves where two are
-multiplied, and of ``dy``, and computes in fp32. The result is stored, rounded, or cast: with a scale that is given
-(delayed scaling), or in blocks, of which it holds whole ones. Blocks read the value rounded to the dtype of ``x``, the
-very number that would be stored. The amax comes along; so do the column sums of a gradient, the bias gradient of the
-linear before: partial sums of a tile in an order that the tile fixes, added up by PyTorch, so that runs repeat to the
-bit.
-
-The fp32 values are the reference's within rounding (``test_triton_activation.py`` derives the bound); those of the relu
-family are equal: a sigmoid is all that the smooth ones need, for ``0.5 + 0.5 * tanh(z) = sigmoid(2 * z)``. Values and
-derivatives neither overflow nor cancel. Value and cast share their functions and nothing is contracted, so a cast is
-that of the value.
+A program computes a tile of the result in fp32 and stores it, rounded, or casts it: with a given scale (delayed
+scaling), or in blocks, from the value rounded to the dtype of ``x``. The amax comes along; so do a gradient's column
+sums, the bias gradient of the linear before: partial sums of tiles, added up by PyTorch, so that runs repeat to the
+bit. Values are the reference's within fp32 rounding, those of the relu family equal; nothing is contracted, so a cast
+is that of the value.
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
 """The scaled product on bf16 tensor cores, for formats that no library multiplies on this device.
 
-bf16 holds every code value of 4, 6 and 8 bits, and it holds them times a power of two or times an E4M3 block scale
-(E2M1: six bits of mantissa at most). So the operands are written out as bf16 without error, the products of two of them
-are exact in fp32, the tensor cores sum those in fp32, and what scales the whole contraction is one fp32 factor that is
-multiplied in last. From the reference this differs by the order and the roundings of fp32 sums alone.
+bf16 holds every code of 4, 6 and 8 bits times a power of two, or an E2M1 code times its E4M3 block scale. So operands
+are written out as bf16 without error, products of two of them are exact in fp32, and one fp32 factor, what scales the
+whole contraction, is multiplied in last: only the order and roundings of fp32 sums differ from the reference.
 
-The scales of blocks are powers of two between 2^-127 and 2^127, and codes times such a scale can leave the range of
-bf16. What was cast from bf16 or fp16 does not: a code's value is the very number that was cast, or a multiple of a
-larger power of two than that number's last bit. So a bf16 result is the product of such values, which the library
-rounds once. Codes of other origin are rounded to multiples of 2^-133 below 2^-126; what is beyond bf16's largest number
-becomes that number.
-
-Where the result is fp32, or a bias or another factor is still to be applied to fp32 sums, each row (of the dim that is
-not contracted) is divided by its largest scale, which becomes the row's factor. What is lost then is a value that is
-over 2^124 times smaller than its row's largest scale: it becomes zero, or keeps fewer bits. A scale that is NaN makes
-its row NaN, as in the reference.
-
-Scales of 128-blocks that are any fp32 number do not fit bf16; such operands are left to the reference.
+Codes times E8M0 scales can leave the range of bf16; ``docs/numerics.md`` 1.7 says what is lost then. Where fp32 sums
+are still to be scaled or added to, each row is divided by its largest scale, which becomes its factor; a scale that is
+NaN makes its row NaN. Scales of 128-blocks that are any fp32 number do not fit bf16: the reference multiplies those.
 """
 
 from __future__ import annotations

@@ -1,22 +1,13 @@
-"""The scaled product in plain PyTorch, segment by segment of the contracted dim.
+"""The scaled product in plain PyTorch, segment by segment of the contracted dim: the definition.
 
-Its definition: the codes of a segment (128 elements, or an MX block of 32) are multiplied and summed *exactly*, the sum
-is rounded once to fp32, multiplied by the two scales of that segment, and added in fp32 to the segments before it, in
-order; what scales the whole tensor is multiplied in last. So a row's result depends on that row alone, not on how many
-rows there are or on how a library blocks a product of this size.
+The codes of a segment (128 elements, or an MX block of 32) are multiplied and summed *exactly*, in float64 (E5M2 in two
+parts), the sum is rounded once to fp32, multiplied by the two scales of that segment, and added in fp32 to the segments
+before it, in order; what scales the whole tensor is multiplied in last. So a row depends on that row alone.
 
-float64 gives the exact sums. Code values of E4M3 and of E2M1 (times its E4M3 block scale) are multiples of a power of
-two small enough that 128 products fit its 53 bits in any order. E5M2 spans more, so its values are split at 1 into two
-parts whose products each fit, and whose sum is rounded as if it were exact.
-
-MXFP4 operands become E4M3 ones with a scale for each 128 x 128 tile (:func:`fold`), without rounding.
-An E2M1 value has two significant bits. Times a power of two from 2^-8 to 2^6 it is an E4M3 value: 6 times 2^6 is 384,
-and 0.5 times 2^-8 is 2^-9, the smallest. So a tile of many MX blocks has one scale, and what the scale of a block has
-beyond that goes into its codes, wherever the scales of the blocks that are not zero are at most 2^14 apart. The largest
-of them is put at 2^6, so that codes are as far from the denormals of E4M3 as they can be.
-
-Where they are further apart, or a scale is NaN, the scale of the tile is NaN: a product that took it anyway would not
-be wrong in silence.
+:func:`fold` makes MXFP4 operands E4M3 ones with a scale for each 128 x 128 tile, without rounding: an E2M1 value times
+a power of two from 2^-8 to 2^6 is an E4M3 value. So what the scale of a block has beyond that of its tile goes into its
+codes, wherever the scales of the blocks that are not zero are at most 2^14 apart; the largest is put at 2^6. Where they
+are further apart, or one is NaN, the scale of the tile is NaN, so that a product is not wrong in silence.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The norm in Triton: forward, forward and cast, backward.
 
-*Forward* reads each row once and writes its statistics, and its norm. *Forward and cast* writes no norm: one kernel
-reads rows for their statistics, a second one casts, since blocks span rows, and whole rows do not fit a program beside
-each other. With a given scale one kernel could do both, but it holds few rows at a time: transposed codes then go to
-memory in pieces of few bytes, and what that costs is more than the second reading. What is cast with a given scale is
-the fp32 norm; in blocks it is rounded to the dtype of ``x`` first, the very number that the forward stores. *Backward*
-reads dy and x once for dx. A program takes a group of rows; a second kernel adds the groups' sums for dgamma and dbeta:
-an order that shapes alone decide, so that runs repeat to the bit.
+*Forward* reads each row once and writes its statistics and its norm. *Forward and cast* writes no norm: one kernel
+reads rows for their statistics, a second one casts, since blocks span rows (with a given scale one kernel could, in
+pieces of few bytes, which costs more than reading twice). A given scale casts the fp32 norm; blocks cast the number
+that forward would store. *Backward* reads dy and x once for dx; a second kernel adds up dgamma and dbeta of groups of
+rows in an order that shapes alone decide, so that runs repeat to the bit.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Rows in the order of their experts and back, as ``torch.library`` operations: what surrounds grouped products.
 
-``inverse``, int32 [T, k], has the row that each choice (slot) of each token has among all T k, which are sorted by
-expert. ``offsets``, int32 [E + 1], has the first row of each expert, and then the number of rows of all of them: later
-rows are those of dropped slots, which count as zero. Both stay on the device, where they were computed.
-
-Kernels equal these references bit by bit: everything is computed in fp32 (fp64 of fp64), in the order of a token's
-slots, every product and every sum rounded, and rounded once to the dtype of the rows.
+``inverse``, int32 [T, k]: the row that each choice (slot) of each token has among all T k, sorted by expert.
+``offsets``, int32 [E + 1]: the first row of each expert, then the number of rows of all; later rows are those of
+dropped slots, which count as zero. Kernels equal these references bit by bit: fp32 (fp64 of fp64) in the order of a
+token's slots, every product and sum rounded, and rounded once to the dtype of the rows.
 """
 
 from __future__ import annotations

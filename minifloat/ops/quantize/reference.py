@@ -1,19 +1,14 @@
 """Amax, cast and dequantize in plain PyTorch: the definition that every kernel is held to, bit for bit.
 
 All arithmetic is fp32, one rounding an operation, in the order of ``docs/numerics.md``. Three habits keep PyTorch to
-that on every device: no Python number divides or is divided by a tensor (``2.0 / x`` is ``x.reciprocal() * 2.0``, two
-roundings, and CUDA turns ``x / 3.0`` into a multiplication), FP8 casts are clamped first (PyTorch 2.11 gives NaN where
-2.13 saturates), and exponents are read from bits, never from ``log2``.
+that on every device: no Python number divides or is divided by a tensor (``2.0 / x`` is two roundings, and CUDA turns
+``x / 3.0`` into a multiplication), FP8 casts are clamped first (PyTorch 2.11 gives NaN where 2.13 saturates), and
+exponents are read from bits, never from ``log2``.
 
 A tensor of [M, K] is viewed as [M/r, r, K/c, c] blocks of r x c elements that share a scale, zero-padded at the edges.
-
-The random Hadamard transform rotates groups of 16 tokens so that outliers spread before a 4-bit cast. Both operands of
-wgrad are rotated by the same orthogonal R, so that it cancels: (R x)^T (R dy) = x^T dy. The product is four butterfly
-stages in a fixed order, since a matrix product's order is free and differs in the last bit.
-
-Random bits for stochastic rounding depend on nothing but (seed, offset, element index, orientation). An element draws
-the same bits in a kernel, here, and on whatever rank of a sharded tensor it lies. Philox4x32-10 of Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3" (2011), 16 elements to one block.
+The random Hadamard transform rotates groups of 16 tokens, both operands of wgrad alike, so that it cancels, by four
+butterfly stages in a fixed order. Random bits of stochastic rounding are Philox4x32-10 (Salmon et al. 2011) of (seed,
+offset, element index, orientation), so the same in a kernel, here, and on whatever rank an element lies.
 """
 
 from __future__ import annotations
