@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from minifloat import backends
 from minifloat.arguments import shown
-from minifloat.formats import Format
+from minifloat.formats import COLUMNWISE, Format
 from minifloat.operand import Operand, Quantized
-from minifloat.ops import delayed, new, quantize
+from minifloat.ops import delayed, grouped, new, quantize
 from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix
 
 Amaxes = tuple[Tensor | None, ...]
@@ -51,7 +52,7 @@ class OperandLayout(NamedTuple):
     layouts: Layouts
     row: int
     column: int
-    columnwise_from_rowwise: Callable[[Tensor], Quantized] | None = None
+    columnwise_from_rowwise: Callable[..., Quantized] | None = None
 
     def operands(
         self,
@@ -110,7 +111,7 @@ class Casts:
     """
 
     def __init__(self, wanted: Sequence[TensorCasts], k_major: bool = False, emit_bf16: Sequence[int] = ()) -> None:
-        self.wanted = wanted
+        self.wanted, self._k_major = wanted, k_major
         self.request = request = CastRequest([], [], [], [], [], [], [], [])
         self._as_values: list[bool] = []  # for each cast
         self._needs_amax: list[list[bool]] = []  # for each cast of each tensor
@@ -141,6 +142,8 @@ class Casts:
                     request.own_level.append(numbers[twin])
                     if fmt.scale_rule == "two_level" and numbers[twin] not in self._read:
                         self._read.append(numbers[twin])
+        self.how = request.formats, request.dims, request.k_major
+        self.columns_k_major = all(order for dim, order in zip(*self.how[1:], strict=True) if dim == COLUMNWISE)
         self._nothing: list[Tensor | None] = [None] * len(self._sources)
         self.takes_scales = any(takes for _, _, takes in self._sources)
         self.all_take_scales = all(takes for _, _, takes in self._sources) and {i for i, *_ in self._sources} == set(
@@ -189,6 +192,41 @@ class Casts:
             matrices, *history, forward, slots, request.cast_of, request.formats, request.dims, request.k_major
         )
         return self._operands(matrices, made[0::2], made[1::2], self._nothing, self._nothing)
+
+    def of_groups(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        scales: Tensor | None = None,
+        amax: Tensor | None = None,
+        rows: Tensor | None = None,
+        made: Sequence[Tensor] = (),
+    ) -> Quantized:
+        """Quantizes each group of rows of the one tensor ``x`` [..., K] by itself.
+
+        Args:
+            scales: fp32 [G], what delayed scaling casts with.
+            amax: of each group, fp32 [G], if it is known and all that its scale comes from.
+            rows: int32 [M], the rows of ``x`` that are cast in lieu of all.
+            made: the casts of ``x``, if the kernel that computed it has made them; its values are not read then.
+        """
+        x, request, layout = as_matrix(x), self.request, self.wanted[0].operand_layout
+        amaxes = [amax] * len(request.amax_of) if amax is not None else []
+        if request.amax_of and not amaxes:
+            amaxes = grouped.grouped_amax(x, offsets, request.amax_formats, request.amax_dims)
+        given = [
+            scales if takes_scale else None if own < 0 else amaxes[own]
+            for (_, _, takes_scale), own in zip(self._sources, request.own_level, strict=True)
+        ]
+        if given and not made:
+            rng = grouped.draw_seeds(offsets) if self._stochastic else None
+            made = grouped.grouped_cast(x, offsets, given, rng, *self.how, rows)
+        outputs: Iterator[Any] = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
+        if layout.columnwise_from_rowwise is not None:
+            chained = partial(layout.columnwise_from_rowwise, gemm_ready=self._k_major, offsets=offsets)
+            layout = layout._replace(columnwise_from_rowwise=chained)
+        count = x.shape[0] if rows is None else rows.shape[0]
+        return layout.operands(outputs, (count, x.shape[1]), x.dtype, x, offsets)
 
     def amaxes(self, xs: Sequence[Tensor]) -> list[Amaxes]:
         """Finds the amaxes of ``xs``; see :func:`find_amaxes`."""

@@ -143,9 +143,17 @@ class Quantizer:
         return find_amaxes([x], [self])[0]
 
     def cast(
-        self, x: Tensor, amaxes: Amaxes | None = None, rng: Tensor | None = None, *, gemm_ready: bool = False
+        self,
+        x: Tensor,
+        amaxes: Amaxes | None = None,
+        rng: Tensor | None = None,
+        *,
+        gemm_ready: bool = False,
+        offsets: Tensor | None = None,
     ) -> Quantized:
-        """Quantizes ``x``; see :func:`cast_all`."""
+        """Quantizes ``x``; see :func:`cast_all`. ``offsets``: each group of rows by itself, see :class:`Operand`."""
+        if offsets is not None:
+            return casts([self], x.device.type if gemm_ready else "").of_groups(x, offsets)
         return cast_all([x], [self], [amaxes], [rng], gemm_ready=gemm_ready)[0]
 
     @checked

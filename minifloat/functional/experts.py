@@ -14,11 +14,11 @@ from minifloat.autocast import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision
-from minifloat.functional.grouped import GroupedCasts, GroupLayout, grouped_casts
+from minifloat.functional.grouped import GroupLayout, cast_tokens, casts_in_kernel
 from minifloat.functional.grouped_weight import joined, joined_for_dgrad
 from minifloat.functional.linear import Given, LinearCall, grad_input, gradients, output, pack, save_x, unpack
-from minifloat.functional.norm_activation import Activation
-from minifloat.functional.quantize import delayed_scale, values_of
+from minifloat.functional.norm_activation import Activation, measures_amax
+from minifloat.functional.quantize import RoleCasts, delayed_scale, values_of
 from minifloat.functional.router import Routing
 from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight, Product, computed, into_main_grad, is_old, written
@@ -69,15 +69,17 @@ class Experts(Local):
         x_operands, w = given.x, source.operands(given.w)
         if x_operands is None:
             assert x is not None
-            casts = grouped_casts(spec.x, "input", spec.options.device)
-            x_operands = self._cast(casts, x, self.x_tokens, given.delayed, known.scale)
+            x_operands = self._cast(spec.casts.x, x, self.x_tokens, given.delayed, known.scale)
         if w is None:
-            casts = grouped_casts(spec.w, "weight", spec.options.device)
-            w = quantize_weight(casts, high_precision(spec, weight), given.delayed)
+            w = quantize_weight(spec.casts.w, high_precision(spec, weight), given.delayed)
         return x_operands, w, x_operands
 
-    def _cast(self, casts: GroupedCasts, x: Tensor, tokens: Tokens | None, *options: Any) -> Quantized:
-        return casts(x, self.layout.offsets, *options) if tokens is None else casts.of_tokens(x, *tokens, options[0])
+    def _cast(
+        self, cast: RoleCasts, x: Tensor, tokens: Tokens | None, delayed_call: DelayedCall | None, *scale: Tensor | None
+    ) -> Quantized:
+        if tokens is None:
+            return cast.of_groups(x, self.layout.offsets, delayed_call, *scale)
+        return cast_tokens(cast, x, *tokens, delayed_call)
 
     def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None, *out: Tensor) -> Tensor:
         x_rows, w_rows = x.rowwise or x.along(-1), joined(w.rowwise or w.along(-1))
@@ -93,13 +95,13 @@ class Experts(Local):
     ) -> Quantized:
         if spec.override is not None:
             return new(Quantized, (self.values(dy), None))
-        return self._cast(grouped_casts(spec.dy, "grad_output", spec.options.device), dy, self.y_tokens, delayed_call)
+        return self._cast(spec.casts.dy, dy, self.y_tokens, delayed_call)
 
     def load_x(self, spec: Spec, x: Any, scale: Tensor | None) -> Any:
         if spec.again is None:
             return x
-        casts = grouped_casts(spec.again, "input", spec.options.device)
-        return casts(x.codes, x.offsets, None, scale).along(COLUMNWISE)
+        cast = RoleCasts([spec.again], ["input"], spec.options.device)
+        return cast.of_groups(x.codes, x.offsets, None, scale).along(COLUMNWISE)
 
     def dgrad(self, spec: Spec, dy: Any, w: Any) -> Tensor:
         dy_rows = dy.rowwise or dy.along(-1)
@@ -160,11 +162,11 @@ class ExpertWeights(LocalWeight):
 EXPERT_WEIGHTS = ExpertWeights()
 
 
-def quantize_weight(casts: GroupedCasts, weight: Tensor, delayed_call: DelayedCall | None) -> Quantized:
+def quantize_weight(cast: RoleCasts, weight: Tensor, delayed_call: DelayedCall | None) -> Quantized:
     """W [G, N, K], each group by itself; of one that is quantized already its values."""
     weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
     layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
-    return casts(weight.flatten(0, 1), layout.offsets, delayed_call)
+    return cast.of_groups(weight.flatten(0, 1), layout.offsets, delayed_call)
 
 
 # ---- MLPs ----
@@ -222,8 +224,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         saved1 = save_x(spec1, exchange1, None, own), saved_w
         del x_operands, w_operands, own
         scales = delayed_scale(given2.delayed, "input", keep=True) if spec2.recompute_x else None
-        casts = grouped_casts(spec2.x, "input", spec2.options.device)
-        given2.x = act_operands(casts, activation, h, probabilities, offsets, given2.delayed, scales)
+        given2.x = act_operands(spec2.casts.x, activation, h, probabilities, offsets, given2.delayed, scales)
         a_operands, w_operands, own = exchange2.quantize_inputs(spec2, source2, given2, None, w2)
         given2.x = given2.w = None
         y = exchange2.fprop(spec2, a_operands, w_operands, b2)
@@ -253,9 +254,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             given2.delayed.backward_finished()
         dx = dw1 = db1 = dp = None
         if da is not None:
-            casts = grouped_casts(spec1.dy, "grad_output", spec1.options.device)
             operands, dp, value = dact_operands(
-                casts, activation, da, h, probabilities, layout.offsets, given1.delayed, spec1.options.needs_b
+                spec1.casts.dy, activation, da, h, probabilities, layout.offsets, given1.delayed, spec1.options.needs_b
             )
             del da, h
             db1 = None if value is None else exchange1.bias_gradient(spec1, value)
@@ -277,8 +277,8 @@ def _recompute(
     scales: Tensor | None,
 ) -> Operand:
     """What wgrad reads of A, from H again; nothing is recorded a second time."""
-    casts = grouped_casts(spec.config.input.with_usage(rowwise=False), "input", spec.options.device)
-    return act_operands(casts, activation, h, probabilities, layout.offsets, None, scales, True).along(COLUMNWISE)
+    cast = RoleCasts([spec.config.input.with_usage(rowwise=False)], ["input"], spec.options.device)
+    return act_operands(cast, activation, h, probabilities, layout.offsets, None, scales, True).along(COLUMNWISE)
 
 
 # ---- the activation in between ----
@@ -315,7 +315,7 @@ class GroupedActivationFunction(torch.autograd.Function):
 
 
 def act_operands(
-    casts: GroupedCasts,
+    cast: RoleCasts,
     of: Activation,
     h: Tensor,
     probabilities: Tensor | None,
@@ -324,23 +324,21 @@ def act_operands(
     scales: Tensor | None = None,
     recompute: bool = False,
 ) -> Quantized:
-    """A = p act(H), cast group by group; arguments as of :class:`GroupedCasts`, which records amaxes likewise.
+    """A = p act(H), cast group by group; arguments as of :meth:`RoleCasts.of_groups`, which records amaxes likewise.
 
     ``recompute``: backward recomputes what its forward computed, see ``Operation.for_recompute``.
     """
-    how = of.name, of.parameters
-    forward = _RECOMPUTED if recompute else grouped_activation
-    if not casts.in_kernel:
-        y, amax = forward(h, probabilities, offsets, None, *how, casts.one_amax, *_VALUES)
-        return casts(y, offsets, delayed_call, scales, amax if casts.one_amax else None)
-    scales = casts.scales(delayed_call, scales)
-    made = forward(h, probabilities, offsets, scales, *how, False, *casts.specs)
-    like = h[:, : out_columns(of.name, h.shape[1])]
-    return casts.operands(like, offsets, made, [scales] * len(casts.formats), delayed_call)
+    how, forward = (of.name, of.parameters), _RECOMPUTED if recompute else grouped_activation
+    if not casts_in_kernel(cast):
+        y, amax = forward(h, probabilities, offsets, None, *how, one := measures_amax(cast.quantizers[0]), *_VALUES)
+        return cast.of_groups(y, offsets, delayed_call, scales, amax=amax if one else None)
+    scales = cast.group_scales(delayed_call, scales)
+    made = forward(h, probabilities, offsets, scales, *how, False, *cast.prepared.how)
+    return cast.of_groups(h[:, : out_columns(of.name, h.shape[1])], offsets, delayed_call, scales, made=made)
 
 
 def dact_operands(
-    casts: GroupedCasts,
+    cast: RoleCasts,
     of: Activation,
     da: Tensor,
     h: Tensor,
@@ -353,12 +351,13 @@ def dact_operands(
 
     The cast of blocks that straddle the halves of a gated activation's input is a kernel of its own.
     """
-    how = of.name, of.parameters
-    straddles = of.gated and casts.in_kernel and (h.shape[1] // 2) % max(casts.formats[0].block, 1) != 0
-    if with_value or straddles or not casts.in_kernel:
-        dh, amax, dp = grouped_activation_backward(da, h, probabilities, offsets, None, *how, casts.one_amax, *_VALUES)
-        operands = casts(dh, offsets, delayed_call, None, amax if casts.one_amax else None)
+    how, quantizer = (of.name, of.parameters), cast.quantizers[0]
+    straddles = of.gated and (h.shape[1] // 2) % max(quantizer.format(COLUMNWISE).block, 1) != 0
+    if with_value or straddles or not casts_in_kernel(cast):
+        one = measures_amax(quantizer)
+        dh, amax, dp = grouped_activation_backward(da, h, probabilities, offsets, None, *how, one, *_VALUES)
+        operands = cast.of_groups(dh, offsets, delayed_call, amax=amax if one else None)
         return operands, dp, dh if with_value else None
-    scales = casts.scales(delayed_call)
-    *made, dp = grouped_activation_backward(da, h, probabilities, offsets, scales, *how, False, *casts.specs)
-    return casts.operands(h, offsets, made, [scales] * len(casts.formats), delayed_call), dp, None
+    scales = cast.group_scales(delayed_call)
+    *made, dp = grouped_activation_backward(da, h, probabilities, offsets, scales, *how, False, *cast.prepared.how)
+    return cast.of_groups(h, offsets, delayed_call, scales, made=made), dp, None

@@ -8,7 +8,6 @@ multiplied as by a linear of its own, in one launch for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,16 +15,14 @@ from torch import Tensor
 
 from minifloat.arguments import checked, label_of
 from minifloat.autocast import DelayedCall, check_can_wait
-from minifloat.comm.group import cached
-from minifloat.formats import COLUMNWISE, IDENTITY
-from minifloat.functional.norm_activation import measures_amax
-from minifloat.functional.quantize import delayed_scale, record_groups
+from minifloat.functional.norm_activation import measures_amax, one_format
+from minifloat.functional.quantize import RoleCasts
 from minifloat.functional.router import Routing
 from minifloat.operand import Quantized
 from minifloat.ops import grouped
 from minifloat.ops.permute import permute_rows
 from minifloat.ops.quantize import casts_blocks
-from minifloat.quantizer import Quantizer, as_matrix, casts
+from minifloat.quantizer import Quantizer
 
 
 class GroupLayout(NamedTuple):
@@ -88,113 +85,28 @@ class GroupLayout(NamedTuple):
         )
 
 
-class GroupedCasts:
-    """Casts what a layer knows as ``kind`` group by group, for GEMMs on a type of device; "" for none in particular.
+def casts_in_kernel(cast: RoleCasts) -> bool:
+    """Whether a kernel that computes the values of groups can cast them."""
+    fmt = one_format(cast.quantizers[0])
+    # With given scales no kernel writes columnwise codes in another order.
+    given = fmt is not None and fmt.scale_rule == "given" and cast.prepared.columns_k_major
+    return given or (fmt is not None and casts_blocks(fmt))
 
-    Attributes:
-        one_amax: all that the casts need to know of a group is one amax, which a kernel that computes it can find.
-        in_kernel: a kernel that computes a value can cast it.
-        from_tokens: a kernel can cast rows that it reads by index.
-        formats, specs: of each cast; specs, dims and memory orders as operations take them.
+
+def cast_tokens(
+    cast: RoleCasts, x: Tensor, routing: Routing, rows: Tensor, delayed_call: DelayedCall | None
+) -> Quantized:
+    """Makes the operands of ``permute(x, routing)`` for tokens ``x`` [T, K]; where kernels can, that is never written.
+
+    ``rows``: int32 [T k], the token of each row.
     """
-
-    def __init__(self, quantizer: Quantizer, kind: str, gemm_ready_on: str) -> None:
-        prepared = casts([quantizer], gemm_ready_on)
-        self.kind, self.request = kind, prepared.request
-        self.operand_layout = prepared.wanted[0].operand_layout
-        self.second = None
-        if quantizer.chained:
-            column = Quantizer(quantizer.format(COLUMNWISE), rowwise=False)
-            self.second = GroupedCasts(column, kind, gemm_ready_on)
-        self.formats = [fmt for fmt, _ in self.operand_layout.layouts if fmt.quantized]
-        self.takes_scales, self.stochastic = prepared.takes_scales, bool(prepared._stochastic)
-        self.specs = self.request.formats, self.request.dims, self.request.k_major
-        self.one_amax = measures_amax(quantizer)
-        each = [fmt for fmt, _ in self.operand_layout.layouts]
-        first = each[0] if each else IDENTITY
-        columns = [order for dim, order in zip(*self.specs[1:], strict=True) if dim == COLUMNWISE]
-        scaled = first.scale_rule == "given" and all(columns)  # in another order no kernel writes them
-        alike = self.second is None and len(set(each)) == 1
-        self.in_kernel = alike and (scaled or casts_blocks(first))
-        self.from_tokens = self.in_kernel or (alike and self.one_amax and all(columns))
-
-    def __call__(
-        self,
-        x: Tensor,
-        offsets: Tensor,
-        delayed_call: DelayedCall | None = None,
-        scales: Tensor | None = None,
-        amax: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Quantized:
-        """The operands of ``x`` [..., K].
-
-        Args:
-            scales: fp32 [G] of delayed scaling, if not those of its history.
-            amax: of each group, fp32 [G], if it is known and all that its scale comes from.
-            rows: int32 [M], the rows of ``x`` that are cast, where :attr:`from_tokens`.
-        """
-        x, scales = as_matrix(x), self.scales(delayed_call, scales)
-        request = self.request
-        amaxes = [amax] * len(request.amax_of) if amax is not None else []
-        if request.amax_of and not amaxes:
-            amaxes = grouped.grouped_amax(x, offsets, request.amax_formats, request.amax_dims)
-        given = [
-            scales if fmt.scale_rule == "given" else None if own < 0 else amaxes[own]
-            for fmt, own in zip(self.formats, request.own_level, strict=True)
-        ]
-        made: list[Tensor] = []
-        if self.formats:
-            rng = grouped.draw_seeds(offsets) if self.stochastic else None
-            made = grouped.grouped_cast(x, offsets, given, rng, *self.specs, rows)
-        return self.operands(grouped.gathered(x, rows), offsets, made, given, delayed_call)
-
-    def scales(self, delayed_call: DelayedCall | None, known: Tensor | None = None) -> Tensor | None:
-        """The scales of delayed scaling, fp32 [G]; None if no cast takes them. ``known``: those of an earlier time."""
-        if known is None and delayed_call is not None:
-            known = delayed_scale(delayed_call, self.kind)
-        return known if self.takes_scales else None
-
-    def of_tokens(
-        self, x: Tensor, routing: Routing, rows: Tensor, delayed_call: DelayedCall | None = None
-    ) -> Quantized:
-        """The operands of ``permute(x, routing)`` for tokens ``x`` [T, K]; where kernels can, that is never written.
-
-        ``rows``: int32 [T k], the token of each row.
-        """
-        offsets = routing.offsets
-        if not self.from_tokens:
-            return self(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call)
-        amax = grouped.gathered_amax(x, rows, offsets) if self.one_amax else None
-        return self(x, offsets, delayed_call, amax=amax, rows=rows)
-
-    def operands(
-        self,
-        x: Tensor,
-        offsets: Tensor,
-        made: Sequence[Tensor],
-        given: Sequence[Tensor | None],
-        delayed_call: DelayedCall | None,
-    ) -> Quantized:
-        """Of codes, scales and measured amaxes of each cast, and the amaxes or scales that it was given.
-
-        ``x``: the matrix [M, K], or one of its shape and dtype where all orientations are quantized.
-        """
-        outputs = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
-        layout = self.operand_layout
-        if self.second is not None:
-            layout = layout._replace(columnwise_from_rowwise=partial(self.second, offsets=offsets))
-        operands = layout.operands(outputs, (x.shape[0], x.shape[1]), x.dtype, x, offsets)
-        if delayed_call is not None:
-            pairs = zip(self.formats, made[2::3], strict=True)
-            record_groups(delayed_call, self.kind, [own for fmt, own in pairs if fmt.scale_rule == "given"][:1])
-        return operands
-
-
-@cached
-def grouped_casts(quantizer: Quantizer, kind: str, gemm_ready_on: str) -> GroupedCasts:
-    """:class:`GroupedCasts`, which a program makes once."""
-    return GroupedCasts(quantizer, kind, gemm_ready_on)
+    quantizer, offsets = cast.quantizers[0], routing.offsets
+    one_amax = measures_amax(quantizer)
+    from_tokens = one_amax and one_format(quantizer) is not None and cast.prepared.columns_k_major
+    if not from_tokens and not casts_in_kernel(cast):
+        return cast.of_groups(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call)
+    amax = grouped.gathered_amax(x, rows, offsets) if one_amax else None
+    return cast.of_groups(x, offsets, delayed_call, amax=amax, rows=rows)
 
 
 @checked
@@ -209,4 +121,4 @@ def quantize_groups(x: Tensor, offsets: Tensor, quantizer: Quantizer, *, gemm_re
             M; not descending. Rows beyond it are no group's.
         gemm_ready: lay codes out in memory as this device's GEMMs read them.
     """
-    return grouped_casts(quantizer, "input", x.device.type if gemm_ready else "")(x, offsets)
+    return quantizer.cast(x, gemm_ready=gemm_ready, offsets=offsets)

@@ -56,6 +56,11 @@ def measures_amax(quantizer: Quantizer) -> bool:
     return _facts(quantizer).one_amax
 
 
+def one_format(quantizer: Quantizer) -> Format | None:
+    """Returns the format of all casts, if they have one and none reads another's values."""
+    return _facts(quantizer).alike
+
+
 class OutputCast:
     """Cast of the output of a norm or an activation: by the kernel that computes it (``in_kernel``), or afterwards.
 

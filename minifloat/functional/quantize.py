@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,7 +151,8 @@ class RoleCasts:
         self, quantizers: Sequence[Quantizer], kinds: Sequence[str], gemm_ready_on: str, emit_bf16: tuple[int, ...] = ()
     ) -> None:
         self.quantizers, self.kinds, self.gemm_ready = quantizers, kinds, gemm_ready_on != ""
-        self.casts = None if torch.compiler.is_compiling() else casts(quantizers, gemm_ready_on, emit_bf16)
+        self.prepared = casts(quantizers, gemm_ready_on, emit_bf16)
+        self.casts = None if torch.compiler.is_compiling() else self.prepared
 
     def __call__(
         self,
@@ -185,20 +186,37 @@ class RoleCasts:
             record_all(delayed_call, self.kinds, results)
         return results
 
+    def of_groups(
+        self, x: Tensor, offsets: Tensor, delayed_call: DelayedCall | None, scales: Tensor | None = None, **known: Any
+    ) -> Quantized:
+        """Makes the operands of the one ``x`` [..., K], each group of its rows by itself.
+
+        ``scales``: fp32 [G] of delayed scaling, if not those of its history; others as of :meth:`Casts.of_groups`.
+        """
+        made = self.prepared.of_groups(x, offsets, self.group_scales(delayed_call, scales), **known)
+        if delayed_call is not None:
+            record_all(delayed_call, self.kinds, [made])
+        return made
+
+    def group_scales(self, delayed_call: DelayedCall | None, known: Tensor | None = None) -> Tensor | None:
+        """Returns the scales of delayed scaling, fp32 [G], or those ``known``; None if no cast takes them."""
+        if not self.prepared.takes_scales:
+            return None
+        return delayed_scale(delayed_call, self.kinds[0]) if known is None else known
+
     def _recorded(self, xs: Sequence[Tensor], delayed_call: DelayedCall) -> list[Quantized] | None:
         """Casts and records by one operation in compiled code, where all casts take the layer's scales.
 
         Siblings share nothing that this would hide: each has scales of its own.
         """
-        prepared = casts(self.quantizers, xs[0].device.type if self.gemm_ready else "")
         direction = _SLOTS[self.kinds[0]][0]
         history = delayed_call.histories[direction]
-        if not (prepared.all_take_scales and delayed_call.records[direction]):
+        if not (self.prepared.all_take_scales and delayed_call.records[direction]):
             return None
         if history.scale.shape[0] != len(_KINDS[direction]):  # of groups
             return None
         slots = [_SLOTS[kind][1] for kind in self.kinds]
-        return prepared.recorded(xs, (history.scale, history.amax_history), slots, direction == 0)
+        return self.prepared.recorded(xs, (history.scale, history.amax_history), slots, direction == 0)
 
 
 def quantize(
@@ -267,7 +285,9 @@ def record_all(delayed_call: DelayedCall, kinds: Sequence[str], results: Sequenc
                 slots.append(slot)
                 amaxes.append(operand.amax)
                 break
-    if slots:
+    if slots and delayed_call.histories[direction].scale.shape[0] != len(_KINDS[direction]):
+        record_groups(delayed_call, kinds[0], amaxes)
+    elif slots:
         forward_in_graph = direction == 0 and delayed_call.compiling
         record = delayed.record_forward_amax_ if forward_in_graph else delayed.record_amax_
         record(delayed_call.histories[direction].amax_history, slots, amaxes)

@@ -18,10 +18,10 @@ from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import Format
 from minifloat.functional.etp.rows import ExpertRows, Reduction
 from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, quantize_weight
-from minifloat.functional.grouped import GroupLayout, grouped_casts
+from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_weight import JoinedWeights, are_alike, join_all, join_weights, stack_weights
 from minifloat.functional.linear import LinearFunction, apply_eagerly
-from minifloat.functional.quantize import as_quantized_tensor, record_groups
+from minifloat.functional.quantize import RoleCasts, as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec
 from minifloat.nn import linear_call, options
 from minifloat.nn.linear_call import needs_eager, run_eager
@@ -241,7 +241,7 @@ class GroupedLinear(LinearState):
         return (weight,) if self.single_grouped_weight else self._each("weight")
 
     def _quantize_weight(self, weight: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None) -> Quantized:
-        return quantize_weight(grouped_casts(quantizer, "weight", weight.device.type), weight, delayed_call)
+        return quantize_weight(RoleCasts([quantizer], ["weight"], weight.device.type), weight, delayed_call)
 
     def _weight_operands(
         self, spec: Spec, delayed_call: DelayedCall | None, weight: Tensor, is_first_microbatch: bool | None

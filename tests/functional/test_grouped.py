@@ -15,8 +15,9 @@ from minifloat.formats import ROWWISE, parse
 from minifloat.functional import dgrad, experts, fprop, wgrad
 from minifloat.functional import gemm as gemms
 from minifloat.functional.gemm import multiply_groups
-from minifloat.functional.grouped import GroupedCasts, GroupLayout, quantize_groups
+from minifloat.functional.grouped import GroupLayout, casts_in_kernel, quantize_groups
 from minifloat.functional.norm_activation import Activation
+from minifloat.functional.quantize import RoleCasts
 from minifloat.ops import matmul
 from minifloat.ops.grouped import activation_kernels, products
 from minifloat.quantizer import Quantizer
@@ -113,18 +114,18 @@ def test_gradient_blocks_of_an_activation(
     """They are those of a cast of the gradient, where blocks straddle the halves of a gated activation's input, too."""
     if kernels:
         monkeypatch.setattr(experts, "grouped_activation_backward", activation_kernels.backward)
-    casts, block = GroupedCasts(Quantizer(parse(spec)), "grad_output", ""), parse(spec).block
-    assert casts.in_kernel
+    cast, block = RoleCasts([Quantizer(parse(spec))], ["grad_output"], ""), parse(spec).block
+    assert casts_in_kernel(cast)
     offsets, rows = offsets_of(COUNTS, device), sum(COUNTS)
     for columns in (block, block // 2, 3 * block // 2):
         h = torch.randn(rows, columns * (2 if activation.gated else 1), device=device).bfloat16()
         da, p = torch.randn(rows, columns, device=device).bfloat16(), torch.rand(rows, device=device)
-        arguments: Any = casts, activation, da, h, p, offsets, None
+        arguments: Any = cast, activation, da, h, p, offsets, None
         operands, dp, none = experts.dact_operands(*arguments, False)
         again, same, value = experts.dact_operands(*arguments, True)
         assert none is None and value is not None
         torch.testing.assert_close(dp, same)
-        for found, other, wanted in zip(operands, again, casts(value, offsets), strict=True):
+        for found, other, wanted in zip(operands, again, cast.of_groups(value, offsets, None), strict=True):
             for each in (found, other):
                 assert_same_bits(each.dequantize(torch.float32), wanted.dequantize(torch.float32))
 

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 import minifloat
 from minifloat.functional import experts, fused_layers, linear
-from minifloat.functional.grouped import GroupedCasts, GroupLayout
+from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.grouped_weight import SeparateOperands
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp import sharded_weights
-from minifloat.quantizer import cast_all
+from minifloat.quantizer import cast_all, casts
 from minifloat.recipe import Recipe
 from minifloat.tensor import QuantizedTensor
 
@@ -174,7 +174,7 @@ def quantized_whole(layer: minifloat.Linear | minifloat.GroupedLinear) -> Quanti
     quantizer = plan.weight.with_usage(rowwise=True, columnwise=True)
     if isinstance(layer, minifloat.GroupedLinear):
         offsets = GroupLayout.uniform(*weight.shape[:2], weight.device).offsets
-        return GroupedCasts(quantizer, "weight", "")(weight.flatten(0, 1), offsets, scales=scale)
+        return casts([quantizer]).of_groups(weight.flatten(0, 1), offsets, scale)
     return cast_all([weight], [quantizer], scales=[scale])[0]
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from minifloat import GroupedLinear, Linear, MoE, QuantizedTensor, TransformerLayer, autocast, quantized_model_init
 from minifloat.convert import convert, revert
 from minifloat.formats import COLUMNWISE, parse
-from minifloat.functional.grouped import GroupedCasts
 from minifloat.functional.grouped_weight import with_rows_consecutive
+from minifloat.functional.quantize import RoleCasts
 from minifloat.optim import MasterWeights
-from minifloat.quantizer import Quantizer
+from minifloat.quantizer import Quantizer, casts
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from minifloat.tensor import quantize
 from tests.helpers.sample import each_pair, each_twice
@@ -98,13 +98,13 @@ def assert_step_alike(
 @pytest.fixture
 def no_weight_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing casts a weight of groups."""
-    cast = GroupedCasts.__call__
+    cast = RoleCasts.of_groups
 
-    def checked(self: GroupedCasts, *args: Any, **kwargs: Any) -> Any:
-        assert self.kind != "weight"
+    def checked(self: RoleCasts, *args: Any, **kwargs: Any) -> Any:
+        assert "weight" not in self.kinds
         return cast(self, *args, **kwargs)
 
-    monkeypatch.setattr(GroupedCasts, "__call__", checked)
+    monkeypatch.setattr(RoleCasts, "of_groups", checked)
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_what_dgrad_reads_on_a_gpu(recipe: str, rows: int) -> None:
     quantizer = grouped._config(grouped.recipe).weight  # type: ignore[arg-type]
     values = torch.cat([own.get_high_precision_init_val() for own in weights(grouped)])
     scales = grouped.forward_scaling.scale[3:6] if recipe == "delayed" else None
-    made: Any = GroupedCasts(quantizer, "weight", "cuda")(values, found.offsets, scales=scales).along(COLUMNWISE)
+    made: Any = casts([quantizer], "cuda").of_groups(values, found.offsets, scales).along(COLUMNWISE)
     turned = with_rows_consecutive(found)
     assert (turned.dim, turned.codes.stride()) == (made.dim, made.codes.stride()) == (COLUMNWISE, (1, len(made.codes)))
     assert torch.equal(turned.codes, made.codes) and turned.scale_inv.shape == made.scale_inv.shape  # type: ignore[union-attr]
