@@ -24,9 +24,8 @@ from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight, Product, computed, into_main_grad, is_old, written
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
-from minifloat.ops.activation import out_columns
+from minifloat.ops.activation import grouped_activation, grouped_activation_backward, out_columns
 from minifloat.ops.grouped import grouped_sum
-from minifloat.ops.grouped.activation import grouped_activation, grouped_activation_backward
 from minifloat.ops.permute import unpermute_rows
 from minifloat.quantizer import Amaxes, as_matrix
 from minifloat.tensor import QuantizedTensor

@@ -19,7 +19,8 @@ from minifloat.functional.grouped import GroupLayout, casts_in_kernel, quantize_
 from minifloat.functional.norm_activation import Activation
 from minifloat.functional.quantize import RoleCasts
 from minifloat.ops import matmul
-from minifloat.ops.grouped import activation_kernels, products
+from minifloat.ops.activation import kernels as activation_kernels
+from minifloat.ops.grouped import products
 from minifloat.quantizer import Quantizer
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.compare import assert_same_bits
@@ -113,7 +114,7 @@ def test_gradient_blocks_of_an_activation(
 ) -> None:
     """They are those of a cast of the gradient, where blocks straddle the halves of a gated activation's input, too."""
     if kernels:
-        monkeypatch.setattr(experts, "grouped_activation_backward", activation_kernels.backward)
+        monkeypatch.setattr(experts, "grouped_activation_backward", activation_kernels.backward_groups)
     cast, block = RoleCasts([Quantizer(parse(spec))], ["grad_output"], ""), parse(spec).block
     assert casts_in_kernel(cast)
     offsets, rows = offsets_of(COUNTS, device), sum(COUNTS)

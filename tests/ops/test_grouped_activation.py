@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.functional.norm_activation import Activation
-from minifloat.ops import grouped
-from minifloat.ops.grouped import activation, activation_kernels, layout
+from minifloat.ops import activation, grouped
+from minifloat.ops.activation import kernels as activation_kernels
+from minifloat.ops.grouped import layout
 from minifloat.ops.grouped.table import Outputs
 from minifloat.ops.launch import KNOWN, count_launches
 from minifloat.ops.quantize.blocks import VALUE
@@ -56,7 +57,7 @@ def run(name: str, kernels: bool, *arguments: Any) -> Any:
     operation = getattr(activation, f"grouped_activation{name}")
     if kernels:
         with confined():
-            found = getattr(activation_kernels, name.removeprefix("_") or "forward")(*arguments)
+            found = getattr(activation_kernels, f"{name.removeprefix('_') or 'forward'}_groups")(*arguments)
     else:
         found = operation.reference(*arguments)
     for each, promised in zip(found, operation.shapes(*arguments), strict=True):
@@ -168,11 +169,9 @@ def test_launches(device: torch.device) -> None:
         x, dy, p, offsets = inputs(SWIGLU, counts, 32, device)
         how = ["e4m3/1x32/e8m0"] * 2, BOTH, [False] * 2
         with count_launches() as launches:
-            activation_kernels.forward(x, p, offsets, None, "swiglu", (), False, *how)
-            activation_kernels.backward(dy, x, p, offsets, None, "swiglu", (), False, *how)
-        assert launches == {
-            "group_table_kernel": 2, "grouped_activation_kernel": 1, "grouped_activation_backward_kernel": 1
-        }  # fmt: skip
+            activation_kernels.forward_groups(x, p, offsets, None, "swiglu", (), False, *how)
+            activation_kernels.backward_groups(dy, x, p, offsets, None, "swiglu", (), False, *how)
+        assert launches == {"group_table_kernel": 2, "activation_kernel": 1, "activation_backward_kernel": 1}
 
 
 @pytest.mark.parametrize(
@@ -198,9 +197,10 @@ def test_compiled(spec: str | None, shared: bool) -> None:
     ):
         choice = tile(name, HERE) if spec is None else out.tile(name, 1536, HERE)
         measured = spec is None or spec.endswith("given")
+        bias = (False,) if kernel is activation_kernels.BACKWARD else ()
         constants = (
-            "swish", 1.0, None, 0.0, True, *out.constants, True, measured, True, choice.rows, choice.cols,
-            out.layouts(choice),
+            0, "swish", 1.0, None, 0.0, True, *out.constants, True, True, *bias, False, measured, True, choice.rows,
+            choice.cols, out.layouts(choice),
         )  # fmt: skip
         compiled = compile_for(
             kernel.function_for(constants), *read, *outputs, *integers, *constants, num_warps=choice.warps,

@@ -217,14 +217,14 @@ def test_compiled_for_sm_90(name: str) -> None:
     for value, kind in ((True, "activation"), (False, "activation_columnwise")):
         tile, target = kernels.tile(kind, torch.device("cpu")), BF16 if value else u8
         how = kernels.VALUE if value else how_given("e4m3")
-        constants = (*formula, *how, False, True, True, True, tile.rows, tile.cols, None)
-        tensors = (BF16, FP32, target, target, FP32, FP32, FP32)
+        constants = (1, *formula, *how, False, False, True, True, True, tile.rows, tile.cols, None)
+        tensors = (BF16, BF16, FP32, *[target, FP32, FP32] * 2)
         check_compiled(kernels.activation_kernel, tensors, constants, tile.warps)
     for value, kind in ((True, "activation_backward_bias"), (False, "activation_backward_columnwise")):
         tile, target = kernels.tile(kind, torch.device("cpu")), BF16 if value else u8
         how = kernels.VALUE if value else how_given("e5m2")
-        constants = (*formula, *how, not value, True, True, True, True, tile.rows, tile.cols, None)
-        tensors = (BF16, BF16, FP32, target, target, FP32, FP32, FP32, FP32)
+        constants = (1, *formula, *how, not value, False, True, True, True, True, tile.rows, tile.cols, None)
+        tensors = (BF16, BF16, BF16, FP32, FP32, *[target, FP32, FP32] * 2)
         check_compiled(kernels.activation_backward_kernel, tensors, constants, tile.warps)
 
 
@@ -233,9 +233,8 @@ def how_given(element: str) -> tuple[Any, ...]:
 
 
 def check_compiled(kernel: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...], warps: int) -> None:
-    compiled = triton_interpreter.compile_for(
-        kernel, *tensors, *[7] * 6, *constants, num_warps=warps, enable_fp_fusion=False
-    )
+    arguments = *[(each,) for each in tensors], BF16, (7,), *[7] * 7, *constants
+    compiled = triton_interpreter.compile_for(kernel, *arguments, num_warps=warps, enable_fp_fusion=False)
     assert compiled.spills == 0
     assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert "fma.rn.f32" not in compiled.ptx

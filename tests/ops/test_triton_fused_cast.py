@@ -303,18 +303,19 @@ def test_activations_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
     """Accesses are 16 bytes wide, nothing spills, and no product is contracted."""
     fmt, x, wanted = parse(spec), torch.empty(0, dtype=BF16), BOTH if spec == STRIPS else (True, True, False)
     formula, how = kernels.formula("swiglu", ()), cast_constants(x, fmt, *wanted)
-    casts = torch.uint8, torch.uint8, fmt.scale_dtype, fmt.scale_dtype, FP32
-    for kernel, name, tensors, bias in (
-        (kernels.FORWARD, "activation", (BF16, BF16, *casts), ()),
-        (kernels.BACKWARD, "activation_backward", (BF16, BF16, BF16, *casts, FP32), (True,)),
+    casts = [torch.uint8, fmt.scale_dtype, FP32] * 2
+    for kernel, name, reads, bias in (
+        (kernels.FORWARD, "activation", (BF16, BF16, BF16), ()),
+        (kernels.BACKWARD, "activation_backward", (BF16, BF16, BF16, FP32, BF16), (True,)),
     ):
         tile = fused_tile(name, None, x, (128, 128), fmt, BOTH)[0]
         if with_layouts and tile.cols < 128:
             tile = Tile(32, 128, 2)
-        constants = (*formula, *how, True, False, *bias, True, True, tile.rows, tile.cols)
+        constants = (1, *formula, *how, True, False, *bias, True, False, True, tile.rows, tile.cols)
         chosen = layouts(tile, fmt.block, wanted[2]) if with_layouts else None
         assert with_layouts == (chosen is not None)
-        check_compiled(kernel, (*tensors, *[7] * 6, *constants, chosen), tile.warps)
+        tensors = [*[(each,) for each in (*reads, *casts)], BF16]
+        check_compiled(kernel, (*tensors, (7,), *[7] * 7, *constants, chosen), tile.warps)
 
 
 @each_once

@@ -1,10 +1,27 @@
 """Activations in Triton, forward and backward, each in one pass with what comes next.
 
+<<<<<<< HEAD
 A program computes a tile of the result in fp32 and stores it, rounded, or casts it: with a given scale (delayed
 scaling), or in blocks, from the value rounded to the dtype of ``x``. The amax comes along; so do a gradient's column
 sums, the bias gradient of the linear before: partial sums of tiles, added up by PyTorch, so that runs repeat to the
 bit. Values are the reference's within fp32 rounding, those of the relu family equal; nothing is contracted, so a cast
 is that of the value.
+=======
+A program works on a tile of the activation's result: it reads that tile of ``x``, or of both halves where two are
+multiplied, and of ``dy``, and computes in fp32. The result is stored, rounded, or cast: with a scale that is given
+(delayed scaling), or in blocks, of which it holds whole ones. Blocks read the value rounded to the dtype of ``x``, the
+very number that would be stored. The amax comes along; so do the column sums of a gradient, the bias gradient of the
+linear before: partial sums of a tile in an order that the tile fixes, added up by PyTorch, so that runs repeat to the
+bit.
+
+The fp32 values are the reference's within rounding (``test_triton_activation.py`` derives the bound); those of the relu
+family are equal: a sigmoid is all that the smooth ones need, for ``0.5 + 0.5 * tanh(z) = sigmoid(2 * z)``. Values and
+derivatives neither overflow nor cancel. Value and cast share their functions and nothing is contracted, so a cast is
+that of the value.
+
+The same kernels take groups of rows, each with its own amax, scale and blocks, by a table (``grouped/table.py``), times
+the rows' probabilities. The rows that are no group's are stored as zeros.
+>>>>>>> 58883ac (Compute activations of a matrix and of groups by one pair of kernels)
 """
 
 from __future__ import annotations
@@ -19,20 +36,31 @@ from torch import Tensor
 
 from minifloat.formats import Format, parse
 from minifloat.ops.activation import CLAMPED, GATES, gated, out_columns
+from minifloat.ops.grouped.layout import of_groups, of_rows
+from minifloat.ops.grouped.table import (
+    Outputs,
+    as_declared,
+    casts_to,
+    launch_to,
+    record_amaxes,
+    scale_of,
+    store_tile,
+    tile_of,
+    values_to,
+    wanted,
+)
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.quantize import empty_fused_cast
+from minifloat.ops.quantize import FusedCodes, empty_fused_cast
 from minifloat.ops.quantize.blocks import (
     VALUE,
     cast_constants,
     fused_tile,
     held,
     held_values,
-    record_amax,
     scale_strides,
-    store_result,
     tile_constants,
 )
-from minifloat.ops.quantize.device import append, corner, extent, load_tile, tile_places
+from minifloat.ops.quantize.device import append, extent, load_tile, pick, pick_wide, tile_places
 from minifloat.ops.tiles import Tile, tile
 
 
@@ -138,66 +166,105 @@ def rounded(values, x, target, ELEMENT: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
+def stored(values, x, target, inside, ELEMENT: tl.constexpr, ROUND: tl.constexpr, COUNT: tl.constexpr):
+    """fp32 ``values`` :func:`rounded`; of groups (COUNT 0) 0 outside, as in rows that are no group's."""
+    values = rounded(values, x, target, ELEMENT, ROUND)
+    if COUNT == 0:
+        values = tl.where(inside, values, 0.0)
+    return values
+
+
+@triton.jit
 def activation_kernel(
-    x, scale, row_codes, column_codes, row_scales, column_scales, amax,
-    M, N, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    xs, probabilities, levels, row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes,
+    order, Ms, N, P, GROUPS, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    COUNT: tl.constexpr,
     NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    ROUND: tl.constexpr, AMAX: tl.constexpr,
-    ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LAYOUTS: tl.constexpr,
+    ROUND: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED_M: tl.constexpr, AMAX: tl.constexpr,
+    ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
-    M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
-    first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
+    """COUNT: 0 for groups of rows, 1 for a matrix."""
+    N = extent(N, ALIGNED_N)
+    group, M, place, first_m, first_n = tile_of(order, Ms, N, BLOCK_M, BLOCK_N, COUNT)
+    M = extent(M, ALIGNED_M)
+    if COUNT == 1:
+        P = M
+    scale, scale_inv = scale_of(levels, order, group, BLOCK, ELEMENT, MAX, RULE, EPSILON, LARGEST, COUNT)
+    x = pick_wide(xs, order, group, COUNT, ALIGNED_N)
     m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
     values = load_activated(x, m, n, M, N, NAME, SLOPE, LIMIT, OFFSET, GATED)
+    if WEIGHTED:
+        values *= tl.load(pick(probabilities, order, group, COUNT) + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+    inside = (m[:, None] < M) & (n[None, :] < N)
     # Of the 0 outside a sigmoid makes 0.5, and a limit below 0 that limit.
-    if (NAME == "sigmoid" and not GATED) or (LIMIT is not None and LIMIT < 0):
-        values = tl.where((m[:, None] < M) & (n[None, :] < N), values, 0.0)
-    values = rounded(values, x, row_codes, ELEMENT, ROUND)
-    if AMAX:
-        record_amax(amax, tl.abs(values))
-    store_result(
-        held(values, LAYOUTS), first_m, first_n, M, N, 0 * N, N,
-        scale, row_codes, column_codes, row_scales, column_scales,
+    if COUNT == 0 or (NAME == "sigmoid" and not GATED) or (LIMIT is not None and LIMIT < 0):
+        values = tl.where(inside & (group < GROUPS), values, 0.0)
+    values = rounded(values, x, row_codes[0], ELEMENT, ROUND)
+    if AMAX and (COUNT == 1 or ELEMENT is not None or group < GROUPS):
+        record_amaxes(
+            row_amaxes, column_amaxes, order, group, tl.abs(values), ROW or ELEMENT is None, COLUMN, COUNT
+        )  # fmt: skip
+    store_tile(
+        held(values, LAYOUTS), scale, scale_inv, order, group, place, first_m, first_n, M, N, P, 0 * N, N,
+        row_codes, row_scales, column_codes, column_scales,
         row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N, LAYOUTS, COUNT,
     )  # fmt: skip
 
 
 @triton.jit
 def activation_backward_kernel(
-    dy, x, scale, row_codes, column_codes, row_scales, column_scales, amax, partial,
-    M, N, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    dys, xs, probabilities, partials, levels,
+    row_codes, row_scales, row_amaxes, column_codes, column_scales, column_amaxes,
+    order, Ms, N, P, GROUPS, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
+    COUNT: tl.constexpr,
     NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    ROUND: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr,
-    ALIGNED_M: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LAYOUTS: tl.constexpr,
+    ROUND: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ALIGNED_M: tl.constexpr, AMAX: tl.constexpr,
+    ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
-    M, N = extent(M, ALIGNED_M), extent(N, ALIGNED_N)
-    first_m, first_n = corner(tl.program_id(0), N, BLOCK_M, BLOCK_N)
+    """``partials``: WEIGHTED for each row of a tile, the gradient of its probability; BIAS for each of its columns."""
+    N = extent(N, ALIGNED_N)
+    group, M, place, first_m, first_n = tile_of(order, Ms, N, BLOCK_M, BLOCK_N, COUNT)
+    M = extent(M, ALIGNED_M)
+    if COUNT == 1:
+        P = M
+    scale, scale_inv = scale_of(levels, order, group, BLOCK, ELEMENT, MAX, RULE, EPSILON, LARGEST, COUNT)
+    x = pick_wide(xs, order, group, COUNT, ALIGNED_N)
     m, n = tile_places(first_m, first_n, BLOCK_M, BLOCK_N, LAYOUTS)
+    inside = ((m < M) & (group < GROUPS))[:, None] & (n[None, :] < N)
     HALVES: tl.constexpr = 2 if GATED else 1
-    incoming = load_tile(dy, m, n, M, N)  # 0 outside, and so are all gradients
+    incoming = load_tile(pick_wide(dys, order, group, COUNT, ALIGNED_N), m, n, M, N)  # 0 outside, and so are gradients
     if GATED:
         a, b = load_tile(x, m, n, M, N, 2 * N), load_tile(x + N, m, n, M, N, 2 * N)
+        if WEIGHTED:
+            values = gated_value(a, b, NAME, SLOPE, LIMIT, OFFSET)
+    else:
+        values, derivative = pointwise(load_tile(x, m, n, M, N), NAME, SLOPE)
+    if WEIGHTED:
+        products = tl.where(inside, incoming * values, 0.0)
+        incoming *= tl.load(pick(probabilities, order, group, COUNT) + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+    if GATED:
         gradients = gated_gradients(incoming, a, b, NAME, SLOPE, LIMIT, OFFSET)
     else:
-        _, derivative = pointwise(load_tile(x, m, n, M, N), NAME, SLOPE)
         gradients = (incoming * derivative,)
-    if LAYOUTS is not None:  # both halves leave the registers before either is cast
-        tiles = ()
-        for half in tl.static_range(HALVES):
-            tiles = append(tiles, held(rounded(gradients[half], x, row_codes, ELEMENT, ROUND), LAYOUTS))
+    tiles = ()
+    for half in tl.static_range(HALVES if LAYOUTS is not None else 0):
+        values = stored(gradients[half], x, row_codes[0], inside, ELEMENT, ROUND, COUNT)
+        tiles = append(tiles, held(values, LAYOUTS))  # both halves leave the registers before either is cast
+    if WEIGHTED:
+        partial = pick(partials, order, group, COUNT) + m.to(tl.int64) * tl.cdiv(N, BLOCK_N) + first_n // BLOCK_N
+        tl.store(partial, tl.sum(products, axis=1), mask=m < M)
     for half in tl.static_range(HALVES):
         if LAYOUTS is None:
-            tile = rounded(gradients[half], x, row_codes, ELEMENT, ROUND)
+            tile = stored(gradients[half], x, row_codes[0], inside, ELEMENT, ROUND, COUNT)
         else:
             tile = tiles[half]
-        values = held_values(tile, LAYOUTS)
+        if AMAX or BIAS:
+            values = held_values(tile, LAYOUTS)
         if AMAX:
             if half == 0:
                 magnitudes = tl.abs(values)
@@ -205,20 +272,36 @@ def activation_backward_kernel(
                 magnitudes = tl.maximum(magnitudes, tl.abs(values))  # of a number and NaN the number
         if BIAS:
             sums = (first_m // BLOCK_M).to(tl.int64) * (HALVES * N)
-            present = n < N * tl.minimum(M, 1)  # without rows there are no blocks of them
-            tl.store(partial + sums + half * N + n, tl.sum(values, axis=0), mask=present)
-        store_result(
-            tile, first_m, first_n, M, N, half * N, HALVES * N,
-            scale, row_codes, column_codes, row_scales, column_scales,
+            some = n < N * tl.minimum(M, 1)  # without rows there are no blocks of them
+            tl.store(partials[0] + sums + half * N + n, tl.sum(values, axis=0), mask=some)
+        store_tile(
+            tile, scale, scale_inv, order, group, place, first_m, first_n, M, N, P, half * N, HALVES * N,
+            row_codes, row_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
+            ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N, LAYOUTS, COUNT,
         )  # fmt: skip
-    if AMAX:
-        record_amax(amax, magnitudes)
+    if AMAX and (COUNT == 1 or ELEMENT is not None or group < GROUPS):
+        record_amaxes(row_amaxes, column_amaxes, order, group, magnitudes, ROW or ELEMENT is None, COLUMN, COUNT)
 
 
 FORWARD = Kernel(activation_kernel, layouts=True)
 BACKWARD = Kernel(activation_backward_kernel, layouts=True)
+
+
+def _launch(
+    kernel: Kernel, reads: Sequence[Tensor], out: FusedCodes, shape: Sequence[int], how: tuple[Any, ...],
+    with_amax: bool, choice: Tile, shared: Format | None = None, k_major: bool = False, least: int = 0,
+) -> None:  # fmt: skip
+    """Launches on one matrix; ``how``: NAME to BIAS; ``shared``: a format that is cast through shared memory."""
+    row_codes, column_codes, row_scales, column_scales, amax = out
+    column_scales = column_scales if column_scales.dim() == 2 else row_scales  # one scale is that of both
+    tensors = [(each,) for each in (*reads, row_codes, row_scales, amax, column_codes, column_scales, amax)]
+    aligned_m, *sizes = tile_constants(shape, choice, shared, k_major)
+    integers = (shape[0],), shape[1], shape[0], 1, *scale_strides(out)
+    kernel(
+        max(least, choice.count(shape)), [*tensors, reads[0]], integers, (1, *how, aligned_m, with_amax, *sizes),
+        choice.warps,
+    )  # fmt: skip
 
 
 def forward(
@@ -228,9 +311,9 @@ def forward(
     x = ready(x)
     y = x.new_empty((x.shape[0], out_columns(name, x.shape[1])), dtype=dtype)
     amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
+    how = *formula(name, parameters), *VALUE, False, False
     choice = choice or tile("activation", x.device)
-    how = *formula(name, parameters), *VALUE, False, with_amax, *tile_constants(y.shape, choice)
-    FORWARD(choice.count(y.shape), (x, x, y, y, x, x, amax), (*y.shape, 0, 0, 0, 0), how, choice.warps)
+    _launch(FORWARD, (x, x, x), FusedCodes(y, y, amax, amax, amax), y.shape, how, with_amax, choice)
     return y, amax
 
 
@@ -238,18 +321,15 @@ def cast(
     x: Tensor, name: str, parameters: Sequence[float], *arguments: Any, choice: Tile | None = None
 ) -> tuple[Tensor, ...]:
     """The operation ``activation_cast``."""
-    scale, format, *wanted = arguments
+    scale, format, *orders = arguments
     x, fmt, given = ready(x), parse(format), scale is not None
     shape = x.shape[0], out_columns(name, x.shape[1])
-    out = empty_fused_cast(x, shape[1], fmt, *wanted)
-    choice, shared = fused_tile("activation", choice, x, shape, fmt, wanted, name in SHOWN)
-    how = (
-        *formula(name, parameters), *cast_constants(x, fmt, *wanted), not given, given,
-        *tile_constants(shape, choice, fmt if shared else None, wanted[2]),
-    )  # fmt: skip
+    out = empty_fused_cast(x, shape[1], fmt, *orders)
+    choice, shared = fused_tile("activation", choice, x, shape, fmt, orders, name in SHOWN)
+    how = *formula(name, parameters), *cast_constants(x, fmt, *orders), not given, False
     # At least one program, even without elements: it stores the scale.
-    programs = max(int(given), choice.count(shape))
-    FORWARD(programs, (x, x if scale is None else scale, *out), (*shape, *scale_strides(out)), how, choice.warps)
+    reads, spread = (x, x, scale if given else x), fmt if shared else None
+    _launch(FORWARD, reads, out, shape, how, given, choice, spread, orders[2], int(given))
     return out
 
 
@@ -270,9 +350,9 @@ def backward(
     amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
     choice = choice or tile("activation_backward_bias" if with_bias else "activation_backward", x.device)
     partial = partial_sums(x, with_bias, choice)
-    how = (*formula(name, parameters), *VALUE, False, with_amax, with_bias, *tile_constants(dy.shape, choice))
-    tensors = dy, x, x, dx, dx, x, x, amax, partial
-    BACKWARD(choice.count(dy.shape), tensors, (*dy.shape, 0, 0, 0, 0), how, choice.warps)
+    how = *formula(name, parameters), *VALUE, False, False, with_bias
+    reads = dy, x, x, partial, x
+    _launch(BACKWARD, reads, FusedCodes(dx, dx, amax, amax, amax), dy.shape, how, with_amax, choice)
     return dx, amax, partial.sum(0) if with_bias else partial
 
 
@@ -280,25 +360,86 @@ def backward_cast(
     dy: Tensor, x: Tensor, name: str, parameters: Sequence[float], *arguments: Any, choice: Tile | None = None
 ) -> tuple[Tensor, ...]:
     """The operation ``activation_backward_cast``."""
-    scale, format, *wanted, with_bias = arguments
+    scale, format, *orders, with_bias = arguments
     shape, fmt, given = (x.shape[0], out_columns(name, x.shape[1])), parse(format), scale is not None
     assert tuple(dy.shape) == shape, (dy.shape, name, x.shape)
     dy, x = ready(dy), ready(x)
-    out = empty_fused_cast(x, x.shape[1], fmt, *wanted)
+    out = empty_fused_cast(x, x.shape[1], fmt, *orders)
     if given and with_bias:
         choice = choice or tile("activation_backward_bias", x.device)
-    choice, shared = fused_tile("activation_backward", choice, x, shape, fmt, wanted, name in SHOWN)
+    choice, shared = fused_tile("activation_backward", choice, x, shape, fmt, orders, name in SHOWN)
     if gated(name) and not given:
         choice = within_half(choice, fmt, shape[1])
     partial = partial_sums(x, with_bias, choice)
-    how = (
-        *formula(name, parameters), *cast_constants(x, fmt, *wanted), not given or gated(name), given, with_bias,
-        *tile_constants(shape, choice, fmt if shared else None, wanted[2]),
-    )  # fmt: skip
-    tensors = dy, x, x if scale is None else scale, *out, partial
-    programs = max(int(given), choice.count(shape))
-    BACKWARD(programs, tensors, (*shape, *scale_strides(out)), how, choice.warps)
+    how = *formula(name, parameters), *cast_constants(x, fmt, *orders), not given or gated(name), False, with_bias
+    reads, spread = (dy, x, x, partial, scale if given else x), fmt if shared else None
+    _launch(BACKWARD, reads, out, shape, how, given, choice, spread, orders[2], int(given))
     return *out, partial.sum(0) if with_bias else partial
+
+
+# ---- of groups of rows ----
+
+
+def forward_groups(
+    x: Tensor,
+    probabilities: Tensor | None,
+    offsets: Tensor,
+    scales: Tensor | None,
+    name: str,
+    parameters: Sequence[float],
+    with_amax: bool,
+    *how: Any,
+) -> list[Tensor]:
+    """The operation ``grouped_activation``."""
+    x, columns = ready(x), out_columns(name, x.shape[1])
+    out, made = _outputs(x[:, :columns], offsets, name, with_amax, *how)
+    choice = out.tile("activation", columns, x.device) if how[0] else tile("activation", x.device)
+    tensors = [(x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x), wanted(scales, of_groups(1), x)]
+    constants = 0, *formula(name, parameters), *out.constants, True, probabilities is not None, False
+    launch_to(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
+    return as_declared(made, *how)
+
+
+def backward_groups(
+    dy: Tensor,
+    x: Tensor,
+    probabilities: Tensor | None,
+    offsets: Tensor,
+    scales: Tensor | None,
+    name: str,
+    parameters: Sequence[float],
+    with_amax: bool,
+    *how: Any,
+) -> list[Tensor]:
+    """The operation ``grouped_activation_backward``."""
+    x, dy, (M, columns) = ready(x), ready(dy), dy.shape
+    out, made = _outputs(x, offsets, name, with_amax, *how)
+    if how[0]:
+        choice = out.tile("activation_backward", columns, x.device)
+        if gated(name) and scales is None:
+            choice = within_half(choice, out.format, columns)
+    else:
+        choice = tile("grouped_activation_backward", x.device)
+    # A sum for each tile of a row, added up in an order that the number of tiles fixes. No program has the rows that
+    # are no group's.
+    tiles = triton.cdiv(columns, choice.cols)
+    partial = x.new_zeros((M, tiles) if probabilities is not None else (0,), dtype=torch.float32)
+    tensors = [
+        (dy, of_rows(columns)), (x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x),
+        wanted(None if probabilities is None else partial, of_rows(tiles), x), wanted(scales, of_groups(1), x),
+    ]  # fmt: skip
+    constants = 0, *formula(name, parameters), *out.constants, True, probabilities is not None, False, False
+    launch_to(BACKWARD, out, tensors, offsets, M, columns, constants, choice)
+    return [*as_declared(made, *how), partial if probabilities is None else partial.sum(1)]
+
+
+def _outputs(like: Tensor, offsets: Tensor, name: str, with_amax: bool, *how: Any) -> tuple[Outputs, list[Tensor]]:
+    """Memory of the size of ``like`` for values and their amaxes, or for casts."""
+    if how[0]:
+        return casts_to(like, offsets, *how, can_share=name in SHOWN)
+    y = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    out, amax = values_to(y, offsets, with_amax)
+    return out, [y, amax]
 
 
 def formula(name: str, parameters: Sequence[float]) -> tuple[str, float, float | None, float, bool]:

@@ -133,20 +133,27 @@ def _computed(
 
 
 @triton.jit
-def tile_of(order, Ms, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The group of this program, its rows, which of its tiles this is, and the tile's first row and column."""
+def tile_of(order, Ms, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COUNT: tl.constexpr = 0):
+    """The group of this program, its rows, which of its tiles this is, and the tile's first row and column.
+
+    COUNT: 1 for a matrix, which is one group, as of ``device.pick``.
+    """
     columns = tl.cdiv(N, BLOCK_N)
-    place = tl.program_id(0) // columns
+    row = tl.program_id(0) // columns
     column = tl.program_id(0) % columns
-    group = tl.load(order + place)
-    row = tl.load(order + tl.num_programs(0) // columns + place)
-    return group, pick(Ms, order, group, 0), row * columns + column, row * BLOCK_M, column * BLOCK_N
+    place = tl.program_id(0)
+    group = place * 0
+    if COUNT == 0:
+        group = tl.load(order + row)
+        row = tl.load(order + tl.num_programs(0) // columns + row)
+        place = row * columns + column
+    return group, pick(Ms, order, group, COUNT), place, row * BLOCK_M, column * BLOCK_N
 
 
 @triton.jit
 def scale_of(
     levels, order, group, BLOCK: tl.constexpr, ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr,
-    EPSILON: tl.constexpr, LARGEST: tl.constexpr,
+    EPSILON: tl.constexpr, LARGEST: tl.constexpr, COUNT: tl.constexpr = 0,
 ):  # fmt: skip
     """What the values of a group are multiplied by before they are cast, and its inverse; 1 where blocks find theirs.
 
@@ -155,7 +162,7 @@ def scale_of(
     scale = 1.0
     scale_inv = 1.0
     if ELEMENT is not None and BLOCK == 0:
-        level = tl.load(pick(levels, order, group, 0))
+        level = tl.load(pick(levels, order, group, COUNT))
         scale, scale_inv = RULE.kernels.scale(level, MAX, EPSILON, LARGEST)
     return scale, scale_inv
 
@@ -167,15 +174,16 @@ def store_tile(
     row_stride_m, row_stride_n, column_stride_m, column_stride_n,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    ALIGNED_N: tl.constexpr, LAYOUTS: tl.constexpr,
+    ALIGNED_N: tl.constexpr, LAYOUTS: tl.constexpr, COUNT: tl.constexpr = 0,
 ):  # fmt: skip
     """Stores a ``tile`` that ``held`` returned, of the N columns from ``first`` on of a group [M, width], or its codes.
 
     ``scale``, ``scale_inv``: of :func:`scale_of`; ``place``: of the tile in its group; ``P``: see ``store_codes``.
     """
-    row_codes = pick_wide(row_codes, order, group, 0, ALIGNED_N)
-    column_codes = pick_wide(column_codes, order, group, 0, K_MAJOR or ALIGNED_N)
-    row_scales, column_scales = pick(row_scales, order, group, 0), pick(column_scales, order, group, 0)
+    GROUPED: tl.constexpr = COUNT == 0
+    row_codes = pick_wide(row_codes, order, group, COUNT, ALIGNED_N)
+    column_codes = pick_wide(column_codes, order, group, COUNT, K_MAJOR or ALIGNED_N)
+    row_scales, column_scales = pick(row_scales, order, group, COUNT), pick(column_scales, order, group, COUNT)
     if ELEMENT is None:
         m, n = places(tile, first_m, first_n, False)
         where = row_codes + first + m[:, None].to(tl.int64) * width + n[None, :]
@@ -183,7 +191,7 @@ def store_tile(
     elif BLOCK == 0:
         m, n = places(tile, first_m, first_n, False)
         store_scaled(
-            tile * scale, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, True, ELEMENT
+            tile * scale, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, GROUPED, ELEMENT
         )  # fmt: skip
         if place == 0:
             if ROW:
@@ -195,18 +203,21 @@ def store_tile(
             tile, first_m, first + first_n, M, width, P,
             row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, True, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
+            ROW, COLUMN, K_MAJOR, GROUPED, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
         )  # fmt: skip
 
 
 @triton.jit
-def record_amaxes(row_amaxes, column_amaxes, order, group, magnitudes, ROW: tl.constexpr, COLUMN: tl.constexpr):
+def record_amaxes(
+    row_amaxes, column_amaxes, order, group, magnitudes, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    COUNT: tl.constexpr = 0,
+):  # fmt: skip
     """Raises those of a group to the largest of a tile; of a number and NaN the maximum is the number."""
     amax = tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0)  # of nothing but NaN 0
-    if ROW:
-        record_max(pick(row_amaxes, order, group, 0), amax)
-    if COLUMN:
-        record_max(pick(column_amaxes, order, group, 0), amax)
+    if ROW or COUNT == 1:  # that of a matrix is one
+        record_max(pick(row_amaxes, order, group, COUNT), amax)
+    if COLUMN and COUNT == 0:
+        record_max(pick(column_amaxes, order, group, COUNT), amax)
 
 
 class Outputs(NamedTuple):

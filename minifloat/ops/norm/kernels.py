@@ -25,12 +25,11 @@ from minifloat.ops.quantize.blocks import (
     cast_constants,
     fused_tile,
     held,
-    record_amax,
     scale_strides,
-    store_result,
+    store_block_cast,
     tile_constants,
 )
-from minifloat.ops.quantize.device import corner, extent, load_tile, record_max, tile_places
+from minifloat.ops.quantize.device import corner, extent, load_tile, record_max, store_scaled, tile_places
 from minifloat.ops.tiles import Tile
 
 # ---- how a matrix is split: one configuration for each width, as the order of a row's sums depends on it ----
@@ -234,14 +233,20 @@ def norm_cast_kernel(
         values = tl.where((m[:, None] < M) & (k[None, :] < K), values, 0.0)
     if BLOCK > 0:
         values = values.to(x.dtype.element_ty).to(tl.float32)
+        store_block_cast(
+            held(values, LAYOUTS), first_m, first_k, M, K, M,
+            row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
+            row_stride_m, row_stride_k, column_stride_m, column_stride_k,
+            ROW, COLUMN, K_MAJOR, False, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
+        )  # fmt: skip
     else:
-        record_amax(amax, tl.abs(values))
-    store_result(
-        held(values, LAYOUTS), first_m, first_k, M, K, 0 * K, K,
-        scale, row_codes, column_codes, row_scales, column_scales,
-        row_stride_m, row_stride_k, column_stride_m, column_stride_k,
-        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
-    )  # fmt: skip
+        record_max(amax, tl.maximum(tl.max(tl.max(tl.abs(values), axis=1), axis=0), 0.0))  # of nothing but NaN 0
+        multiplier, scale_inv = RULE.kernels.scale(tl.load(scale), MAX, EPSILON, LARGEST)
+        store_scaled(
+            values * multiplier, row_codes, column_codes, m, k, M, K, M, 0 * K, K, ROW, COLUMN, K_MAJOR, False, ELEMENT
+        )  # fmt: skip
+        if tl.program_id(0) == 0:
+            tl.store(row_scales, scale_inv)
 
 
 CAST = Kernel(norm_cast_kernel, layouts=True)

@@ -31,12 +31,10 @@ from minifloat.ops.quantize.device import (
     pick,
     pick_wide,
     places,
-    record_max,
     single_bytes,
     skips,
     store_codes,
     store_packed,
-    store_scaled,
     tile_places,
 )
 from minifloat.ops.quantize.job import (
@@ -342,48 +340,6 @@ def whole_blocks(choice: Tile, fmt: Format, row: bool, column: bool) -> Tile:
 def _level(target: CastTarget) -> Tensor:
     """The given amaxes; any tensor where there are none."""
     return target.amax if target.level is None else ready(target.level.float())
-
-
-@triton.jit
-def store_result(
-    values, first_m, first_n, M, N, first, width, scale, row_codes, column_codes, row_scales, column_scales,
-    row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    LAYOUTS: tl.constexpr,
-):  # fmt: skip
-    """Stores a tile of fp32 ``values``, or the codes of a cast of them; those of blocks as :func:`held` returns them.
-
-    It is a tile of the N columns that begin at ``first`` of a matrix that is ``width`` wide. Without an ``ELEMENT`` the
-    values are stored to ``row_codes``; with a ``BLOCK`` of 0 the scale is given. Else the tile holds whole
-    blocks, and outside of the matrix what no amax counts: 0, -0 or NaN.
-    """
-    m, n = tile_places(first_m, first_n, values.shape[0], values.shape[1], LAYOUTS)
-    if ELEMENT is None:
-        where = row_codes + first + m[:, None].to(tl.int64) * width + n[None, :]
-        tl.store(where, values.to(row_codes.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
-    elif BLOCK == 0:
-        multiplier, scale_inv = RULE.kernels.scale(tl.load(scale), MAX, EPSILON, LARGEST)
-        store_scaled(
-            values * multiplier, row_codes, column_codes, m, n, M, N, M, first, width,
-            ROW, COLUMN, K_MAJOR, False, ELEMENT,
-        )  # fmt: skip
-        if tl.program_id(0) == 0:
-            tl.store(row_scales, scale_inv)
-    else:
-        store_block_cast(
-            values, first_m, first + first_n, M, width, M,
-            row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
-            row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, False, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST,
-            LAYOUTS,
-        )  # fmt: skip
-
-
-@triton.jit
-def record_amax(target, magnitudes):
-    """Raises ``target`` to the largest of a tile; of a number and NaN the maximum is the number."""
-    record_max(target, tl.maximum(tl.max(tl.max(magnitudes, axis=1), axis=0), 0.0))  # of nothing but NaN 0
 
 
 VALUE = False, False, False, 0, False, None, 0.0, None, 0.0, 0.0
