@@ -202,7 +202,7 @@ def wire(recipe: str, kind: str, rank: int, size: int, device: str) -> str:
 
 
 ZEROS_BYTES = 4096
-"""Of a fill of zeros, ``minifloat.ops.quantize.pipeline``, which needs Triton."""
+"""Of a fill of zeros, ``minifloat.ops.quantize.gpu``, which needs Triton."""
 
 
 @contextmanager

@@ -256,7 +256,7 @@ class Casts:
                 own_level=[number.get(n, -1) for n in request.own_level],
             )
         if on_gpu:
-            from minifloat.ops.quantize.pipeline import RecordedCasts  # which needs Triton
+            from minifloat.ops.quantize.gpu import RecordedCasts  # which needs Triton
 
             work: RequestedCasts = RecordedCasts(request, as_values=self._as_values)
         else:

@@ -91,6 +91,11 @@ class QuantizerRole:
     name: str = ""
 
 
+def _asks(kind: str) -> Any:
+    """Makes a class method of recipes that says whether one is of this kind."""
+    return classmethod(lambda cls: kind in cls.kinds)
+
+
 class Recipe:
     """Base of all recipes, each a frozen dataclass."""
 
@@ -144,33 +149,9 @@ class Recipe:
                 "use ElementPair.HYBRID for E5M2 gradients, or ElementPair.E4M3"
             )
 
-    @classmethod
-    def delayed(cls) -> bool:
-        return "delayed" in cls.kinds
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        return "float8_current_scaling" in cls.kinds
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        return "float8_per_tensor_scaling" in cls.kinds
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        return "float8_block_scaling" in cls.kinds
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        return "mxfp8" in cls.kinds
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        return "nvfp4" in cls.kinds
-
-    @classmethod
-    def custom(cls) -> bool:
-        return "custom" in cls.kinds
+    delayed, custom, mxfp8, nvfp4 = map(_asks, ("delayed", "custom", "mxfp8", "nvfp4"))
+    float8_current_scaling, float8_block_scaling = map(_asks, ("float8_current_scaling", "float8_block_scaling"))
+    float8_per_tensor_scaling = _asks("float8_per_tensor_scaling")
 
 
 def plain(value: Any, name: str) -> Any:

@@ -31,7 +31,7 @@ from minifloat.functional.quantize import quantize
 from minifloat.nn import linear_state
 from minifloat.ops import delayed
 from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize.pipeline import RecordedCasts
+from minifloat.ops.quantize.gpu import RecordedCasts
 from tests.helpers import triton_interpreter  # noqa: F401
 
 RECIPES = ["current", "delayed", "block", "rowwise", "mxfp8", "nvfp4", "mxfp6", "w4a8"]

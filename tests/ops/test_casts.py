@@ -13,7 +13,7 @@ from minifloat.nn import Linear
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import launch
 from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize.pipeline import RecordedCasts
+from minifloat.ops.quantize.gpu import RecordedCasts
 from minifloat.ops.replay import Recording
 from minifloat.quantizer import Quantizer, cast_all, casts
 from minifloat.recipe import named

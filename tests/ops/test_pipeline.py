@@ -22,7 +22,7 @@ from minifloat.operand import Quantized
 from minifloat.ops import launch, quantize, replay
 from minifloat.ops.delayed import gpu as delayed_gpu
 from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize import gpu, job, pipeline, reference
+from minifloat.ops.quantize import gpu, job, reference
 from minifloat.ops.quantize.reference import read_amaxes
 from minifloat.quantizer import Amaxes, Quantizer, cast_all, find_amaxes
 from minifloat.recipe import QuantizerRole, named
@@ -70,7 +70,7 @@ def _kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = quantizer.casts
     monkeypatch.setattr(quantizer, "casts", lambda quantizers, on="": prepare(quantizers, on and "cuda"))
     monkeypatch.setattr(casts, "can_skip_dispatcher", lambda xs: not torch.is_grad_enabled())
-    monkeypatch.setattr(casts, "RequestedCasts", pipeline.RecordedCasts)
+    monkeypatch.setattr(casts, "RequestedCasts", gpu.RecordedCasts)
     replay_on_cpu(monkeypatch)
 
 
@@ -126,7 +126,7 @@ def nothing_else() -> Iterator[None]:
         raise AssertionError("a recording should have been replayed")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.RecordedCasts, "_step_by_step", never)
+        patch.setattr(gpu.RecordedCasts, "_step_by_step", never)
         yield
 
 
@@ -212,7 +212,7 @@ def test_fills_of_operations(stream: int, device: torch.device, monkeypatch: pyt
     monkeypatch.setattr(replay, "_zeros", replay._Zeros())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
     how = quantizer.casts(CASES["current"][:2], "cuda")
-    run = pipeline.amax_and_cast(*how.request)
+    run = gpu.amax_and_cast(*how.request)
     for call in range(3):
         xs = values(device, (32, 48), (17, 33), scale=10.0**call)
         got = run(xs, [None] * len(how.request.formats))
@@ -415,11 +415,11 @@ def test_operations_replay_too(case: str, device: torch.device) -> None:
         given: list[Any] = [torch.full((1,), 3.0, device=device) if "given" in spec else None for spec in formats]
         with nothing_else() if call else count_launches():
             if any(needs):
-                found = pipeline.amax(xs, formats, dims)
+                found = gpu.recorded_amax(xs, formats, dims)
                 for got, want in zip(found, quantize.amax.reference(xs, formats, dims), strict=True):
                     assert_same_bits(got, want)
                 given = found
-            actual = pipeline.cast(xs, given, rngs, formats, dims, k_major, None)
+            actual = gpu.recorded_cast(xs, given, rngs, formats, dims, k_major, None)
         expected = quantize.cast.reference(xs, given, rngs, formats, dims, k_major, None)
         for got, want in zip(actual, expected, strict=True):
             assert_same_bits(got, want)
@@ -432,7 +432,7 @@ def test_operations_replay_too(case: str, device: torch.device) -> None:
 def test_both_phases_replay_too(case: str, device: torch.device) -> None:
     """The operation of compiled code that finds amaxes and casts; its outputs share no memory."""
     how = quantizer.casts(CASES[case][:2], "cuda")
-    run = pipeline.amax_and_cast(*how.request)
+    run = gpu.amax_and_cast(*how.request)
     for call in range(3):
         xs = values(device, (32, 48), (17, 33), scale=10.0**call)
         rng = torch.tensor([5, call], device=device)
@@ -457,7 +457,7 @@ def test_amaxes_of_every_kind(fmt: Format, device: torch.device) -> None:
     for call in range(3):
         xs = values(device, (32, 48), (17, 33), scale=10.0**call)
         for dim in (ROWWISE, COLUMNWISE):
-            found = pipeline.amax(xs, [fmt.spec] * 2, [dim] * 2)
+            found = gpu.recorded_amax(xs, [fmt.spec] * 2, [dim] * 2)
             for got, want in zip(found, quantize.amax.reference(xs, [fmt.spec] * 2, [dim] * 2), strict=True):
                 assert got.shape == want.shape
                 assert_same_bits(got, want)

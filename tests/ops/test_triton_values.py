@@ -16,7 +16,7 @@ from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
 from minifloat.ops import matmul
 from minifloat.ops.launch import count_launches
 from minifloat.ops.matmul import emulated
-from minifloat.ops.quantize import gpu, pipeline, reference
+from minifloat.ops.quantize import gpu, reference
 from minifloat.ops.quantize.blocks import CAST
 from minifloat.ops.quantize.job import layouts
 from minifloat.ops.tiles import SM_90
@@ -117,7 +117,7 @@ def test_what_passes_is_values_what_is_kept_codes(device: torch.device) -> None:
     for passing in ((), (ROWWISE,), (ROWWISE, COLUMNWISE)):
         prepared = quantizer.casts(quantizers, "cuda" if device.type == "cuda" else "", passing)
         if device.type == "cpu":
-            prepared._works[False, None] = pipeline.RecordedCasts(prepared.request, as_values=prepared._as_values)
+            prepared._works[False, None] = gpu.RecordedCasts(prepared.request, as_values=prepared._as_values)
         for _ in range(3):
             xs = [torch.randn(64, 96, device=device).bfloat16() for _ in quantizers]
             for x, own, made in zip(xs, quantizers, prepared(xs), strict=True):

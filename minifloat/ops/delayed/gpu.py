@@ -14,7 +14,7 @@ from torch import Tensor
 from minifloat.ops.delayed import Rule, refuse_recomputation
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import FLT_MAX
-from minifloat.ops.quantize.pipeline import RecordedCasts
+from minifloat.ops.quantize.gpu import RecordedCasts
 from minifloat.ops.quantize.reference import CastRequest
 from minifloat.ops.replay import Recorder
 

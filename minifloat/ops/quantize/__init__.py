@@ -14,7 +14,7 @@ from minifloat.ops.quantize import reference
 from minifloat.ops.quantize.reference import read_amaxes
 
 
-@operation("quantize.pipeline:amax")
+@operation("quantize.gpu:recorded_amax")
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     """Finds ``reference.amax`` of each tensor."""
     return [reference.amax(x, parse(spec), dim) for x, spec, dim in zip(xs, formats, dims, strict=True)]
@@ -28,7 +28,7 @@ def _(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list
     ]
 
 
-@operation("quantize.pipeline:cast")
+@operation("quantize.gpu:recorded_cast")
 def cast(
     xs: Sequence[Tensor],
     given: Sequence[Tensor | None],
@@ -76,7 +76,7 @@ def _transposed(x: Tensor) -> Tensor:
 _amax, _cast = amax.reference, cast.reference
 
 
-@operation("quantize.pipeline:amax_and_cast", prepares=True)
+@operation("quantize.gpu:amax_and_cast", prepares=True)
 def amax_and_cast(
     xs: Sequence[Tensor],
     rngs: Sequence[Tensor | None],

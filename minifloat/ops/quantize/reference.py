@@ -234,7 +234,7 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
 
 
 class RequestedCasts:
-    """Casts that a request asks for, by the reference; :class:`pipeline.RecordedCasts` are those by kernels."""
+    """Casts that a request asks for, by the reference; :class:`gpu.RecordedCasts` are those by kernels."""
 
     def __init__(self, request: CastRequest) -> None:
         self.request = request
