@@ -117,6 +117,24 @@ def test_saved_by_one_loaded_by_another(worker_pool: Pools, tmp_path: Path, save
         assert_same(found, wanted)
 
 
+def save_own(rank: int, size: int, folder: str) -> None:
+    dcp.save(make(1, "fsdp").state_dict(), checkpoint_id=folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_file_of_fsdp2_is_converted(worker_pool: Pools, tmp_path: Path) -> None:
+    """Its state dict has a fused parameter under one key; an unsharded model loads it."""
+    worker_pool(3).run(save_own, str(tmp_path))
+    model, wanted = make(5, "none"), make(1, "none")
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key in checkpoint state_dict: 0\.qkv\..*\.key"):
+        dcp.load(sharded_state_dict(model), checkpoint_id=tmp_path)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path)
+    model.load_state_dict(state)
+    for (key, mine), theirs in zip(sharded_state_dict(model).items(), sharded_state_dict(wanted).values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=key)
+
+
 def whole(rank: int, size: int, way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model, other = make(5, way), make(1, way)
     load_sharded_state_dict(model, sharded_state_dict(make(1, "none")))
