@@ -17,7 +17,7 @@ from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high
 from minifloat.functional.grouped import GroupLayout, cast_tokens, casts_in_kernel
 from minifloat.functional.grouped_weight import joined, joined_for_dgrad
 from minifloat.functional.linear import Given, LinearCall, grad_input, gradients, output, pack, save_x, unpack
-from minifloat.functional.norm_activation import Activation, measures_amax
+from minifloat.functional.norm_activation import VALUES, Activation, measures_amax
 from minifloat.functional.quantize import RoleCasts, delayed_scale, values_of
 from minifloat.functional.router import Routing
 from minifloat.functional.spec import Spec
@@ -284,33 +284,6 @@ def _recompute(
 
 
 _RECOMPUTED = grouped_activation.for_recompute()
-_VALUES: tuple[Any, ...] = (), (), ()
-"""No formats, dims and memory orders: the values, not casts."""
-
-
-class GroupedActivationFunction(torch.autograd.Function):
-    """A = p act(H) and its gradients, dH = act'(H) p dA and dp = the sum of act(H) dA over a row; keeps H and p.
-
-    H [M, N], or [M, 2 N] if the activation is gated; p fp32 [M] or None. Rows that are no group's are 0.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, probabilities: Tensor | None, offsets: Tensor, of: Activation) -> Tensor:
-        y, _ = grouped_activation(h, probabilities, offsets, None, of.name, of.parameters, False, *_VALUES)
-        kept = () if probabilities is None else (guarded(probabilities),)
-        ctx.save_for_backward(guarded(h), offsets, *kept)
-        ctx.of = of
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
-        h, offsets, *kept = ctx.saved_tensors
-        probabilities = kept[0] if kept else None
-        of: Activation = ctx.of
-        how = None, of.name, of.parameters, False, *_VALUES
-        dh, _, dp = grouped_activation_backward(da, h, probabilities, offsets, *how)
-        return dh, dp if kept else None, None, None
 
 
 def act_operands(
@@ -329,7 +302,7 @@ def act_operands(
     """
     how, forward = (of.name, of.parameters), _RECOMPUTED if recompute else grouped_activation
     if not casts_in_kernel(cast):
-        y, amax = forward(h, probabilities, offsets, None, *how, one := measures_amax(cast.quantizers[0]), *_VALUES)
+        y, amax = forward(h, probabilities, offsets, None, *how, one := measures_amax(cast.quantizers[0]), *VALUES)
         return cast.of_groups(y, offsets, delayed_call, scales, amax=amax if one else None)
     scales = cast.group_scales(delayed_call, scales)
     made = forward(h, probabilities, offsets, scales, *how, False, *cast.prepared.how)
@@ -354,7 +327,7 @@ def dact_operands(
     straddles = of.gated and (h.shape[1] // 2) % max(quantizer.format(COLUMNWISE).block, 1) != 0
     if with_value or straddles or not casts_in_kernel(cast):
         one = measures_amax(quantizer)
-        dh, amax, dp = grouped_activation_backward(da, h, probabilities, offsets, None, *how, one, *_VALUES)
+        dh, amax, dp = grouped_activation_backward(da, h, probabilities, offsets, None, *how, one, *VALUES)
         operands = cast.of_groups(dh, offsets, delayed_call, amax=amax if one else None)
         return operands, dp, dh if with_value else None
     scales = cast.group_scales(delayed_call)

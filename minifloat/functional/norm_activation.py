@@ -313,34 +313,48 @@ class Activation:
         return activation.gated(self.name)
 
 
-def activate(x: Tensor, of: Activation) -> Tensor:
+def activate(x: Tensor, of: Activation, probabilities: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """Computes the activation of ``x`` [..., K], [..., K / 2] if gated, in fp32, rounded once to the dtype of ``x``.
+
+    Args:
+        probabilities: fp32 [M], factors of the rows of groups.
+        offsets: of the groups, see :class:`~minifloat.Operand`; rows that are no group's are 0.
 
     Raises:
         TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or of odd width and the activation is gated.
     """
-    return apply(ActivationFunction, x, of)
+    return apply(ActivationFunction, x, of, probabilities, offsets)
+
+
+VALUES: tuple[Any, ...] = (), (), ()
+"""No formats, dims and memory orders: an operation on groups gives values, not casts."""
 
 
 class ActivationFunction(torch.autograd.Function):
-    """Computes an activation. Keeps ``x`` as it came."""
+    """Y = p act(X), dX = act'(X) p dY and dp = the sum of act(X) dY over a row; p is 1 but of groups. Keeps X and p."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, of: Activation) -> Tensor:
-        y, _ = activation.activation_forward(as_matrix(x), of.name, of.parameters, x.dtype, False)
-        ctx.save_for_backward(guarded(x))
+    def forward(ctx: Any, x: Tensor, of: Activation, probabilities: Tensor | None, offsets: Tensor | None) -> Tensor:
+        how, matrix = (of.name, of.parameters), as_matrix(x)
+        if offsets is None:
+            y, _ = activation.activation_forward(matrix, *how, x.dtype, False)
+        else:
+            y, _ = activation.grouped_activation(matrix, probabilities, offsets, None, *how, False, *VALUES)
+        ctx.save_for_backward(guarded(x), None if probabilities is None else guarded(probabilities), offsets)
         ctx.of = of
         return as_output(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        of: Activation = ctx.of
-        dx, _, _ = activation.activation_backward(
-            as_matrix(dy), as_matrix(x), of.name, of.parameters, x.dtype, False, False
-        )
-        return as_output(dx, x.shape), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, probabilities, offsets = ctx.saved_tensors
+        how, dy, matrix = (ctx.of.name, ctx.of.parameters), as_matrix(dy), as_matrix(x)
+        if offsets is None:
+            dx, _, dp = activation.activation_backward(dy, matrix, *how, x.dtype, False, False)
+        else:
+            how = probabilities, offsets, None, *how, False, *VALUES
+            dx, _, dp = activation.grouped_activation_backward(dy, matrix, *how)
+        return as_output(dx, x.shape), None, None if probabilities is None else dp, None
 
 
 def act_value(

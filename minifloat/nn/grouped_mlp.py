@@ -15,7 +15,6 @@ from minifloat.autocast import autocast, checks_finite
 from minifloat.functional.autograd import apply, as_output
 from minifloat.functional.experts import (
     Experts,
-    GroupedActivationFunction,
     GroupedMLPCall,
     GroupedMLPFunction,
     Tokens,
@@ -139,12 +138,7 @@ class GroupedMLP(parts.LayerOfParts):
         if recipes is not None:
             return self._run(x, layout, is_first_microbatch, probabilities, None, *recipes)
         h = self.fc1(x, layout, is_first_microbatch)
-        if probabilities is None:
-            a = activate(h, self.activation)
-        else:
-            h = h.reshape(layout.rows, h.shape[-1])  # which -1 cannot say of no rows
-            a = apply(GroupedActivationFunction, h, probabilities, layout.offsets, self.activation)
-            a = a.reshape(*x.shape[:-1], a.shape[-1])
+        a = activate(h, self.activation, probabilities, None if probabilities is None else layout.offsets)
         y: Tensor = self.fc2(a, layout, is_first_microbatch)
         return y
 

@@ -14,8 +14,6 @@ import minifloat
 from minifloat import CustomRecipe, Float8CurrentScaling, Quantizer
 from minifloat.comm.group import Group
 from minifloat.functional import sort_by_expert, unpermute
-from minifloat.functional.autograd import apply
-from minifloat.functional.experts import GroupedActivationFunction
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import GroupedMLP
 from minifloat.recipe import Recipe
@@ -224,7 +222,7 @@ ROUTING = sort_by_expert(torch.arange(15).view(5, 3) % 4, 4)
 
 
 def _act(h: Tensor, probabilities: Tensor) -> Tensor:
-    return apply(GroupedActivationFunction, h, probabilities, ROUTING.offsets, Activation.of("swiglu"))
+    return activate(h, Activation.of("swiglu"), probabilities, ROUTING.offsets)
 
 
 class _Experts(nn.Module):

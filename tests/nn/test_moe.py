@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minifloat
-from minifloat.functional.experts import GroupedActivationFunction
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import GroupedLinear, GroupedMLP, Linear, MoE, TransformerLayer, router_losses
 from minifloat.nn.moe import LayerNormMoE
@@ -49,7 +48,7 @@ class Loop(nn.Module):
             fc1, fc2 = pair  # type: ignore[misc]
             tokens, slots = (indices == i).nonzero(as_tuple=True)
             own = probabilities[tokens, slots], torch.tensor([0, len(tokens)], dtype=torch.int32)
-            y = fc2(GroupedActivationFunction.apply(fc1(x[tokens]), *own, Activation.of("swiglu")))
+            y = fc2(activate(fc1(x[tokens]), Activation.of("swiglu"), *own))
             for token, slot, row in zip(tokens.tolist(), slots.tolist(), y, strict=True):
                 rows[token].append((slot, row.float()))  # type: ignore[arg-type]
         sums = []
