@@ -7,7 +7,7 @@ agree on amaxes and exchange what blocks share.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.quantize import Mode, cast_with, delayed_scale, record, reuse, values_of
-from minifloat.functional.spec import Spec
+from minifloat.functional.spec import Given, Spec
 from minifloat.functional.tensor_parallel import (
     Gathered,
     TensorParallel,
@@ -30,9 +30,6 @@ from minifloat.functional.weight_source import LocalWeight
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from minifloat.functional.linear import Given
 
 Inputs = tuple[Any, Quantized, Quantized]
 """X as fprop reads it, W, and this rank's X."""

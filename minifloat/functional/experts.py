@@ -16,11 +16,11 @@ from minifloat.functional.autograd import first_order, guarded
 from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision
 from minifloat.functional.grouped import GroupLayout, cast_tokens, casts_in_kernel
 from minifloat.functional.grouped_weight import joined, joined_for_dgrad
-from minifloat.functional.linear import Given, LinearCall, grad_input, gradients, output, pack, save_x, unpack
+from minifloat.functional.linear import LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm_activation import VALUES, Activation, measures_amax
 from minifloat.functional.quantize import RoleCasts, delayed_scale, values_of
 from minifloat.functional.router import Routing
-from minifloat.functional.spec import Spec
+from minifloat.functional.spec import Given, Spec
 from minifloat.functional.weight_source import LocalWeight, Product, computed, into_main_grad, is_old, written
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new

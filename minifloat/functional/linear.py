@@ -24,29 +24,12 @@ from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import as_output, first_order, guarded
 from minifloat.functional.exchange import UNKNOWN, KnownOfX, Local, waited
 from minifloat.functional.quantize import as_quantized_tensor, delayed_scale
-from minifloat.functional.spec import Spec
+from minifloat.functional.spec import Given, Spec
 from minifloat.functional.weight_source import LocalWeight
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor
-
-
-class Given:
-    """Holds what differs between calls of one kind.
-
-    Args:
-        delayed: where delayed scaling reads its scales and records its amaxes.
-        x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
-        out: memory for Y, if the caller has some.
-        shares_x: forward leaves the operands of X here, for siblings to come.
-    """
-
-    delayed: DelayedCall | None = None
-    x: Quantized | None = None
-    w: Quantized | None = None
-    out: tuple[Tensor, ...] = ()
-    shares_x = False
 
 
 class LinearCall(NamedTuple):

@@ -18,7 +18,8 @@ from minifloat.ops import delayed
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix, cast_all, casts, find_amaxes
 from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
 from minifloat.recipe.base import BackwardOverride
-from minifloat.tensor import QuantizedTensor, traced
+from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.pytorch import wrap_traced
 
 Mode = Literal["column", "row"]
 """What ranks share of a linear: columns of Y and rows of W, or columns of X and W, which the products contract."""
@@ -329,7 +330,7 @@ def as_quantized_tensor(
     scale = delayed_scale(delayed_call, kind)
     scale = None if scale is None else scale.clone()
     if label is not None:
-        return traced.as_quantized_tensor(x, operands, quantizer, scale, label)
+        return wrap_traced(x, operands, quantizer, scale, label)
     return QuantizedTensor.from_operands(operands, quantizer, x.shape, x.dtype, scale=scale)
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from minifloat import backends
+from minifloat.autocast import DelayedCall
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import gemm
 from minifloat.functional.quantize import LinearConfig, Options, RoleCasts
+from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, Recipe
 from minifloat.recipe.base import BackwardOverride, equal_in_graph
@@ -153,6 +155,23 @@ class Configured(NamedTuple):
     recipe: Recipe
     config: LinearConfig
     specs: dict[Options, Spec]
+
+
+class Given:
+    """Holds what differs between calls of one kind.
+
+    Args:
+        delayed: where delayed scaling reads its scales and records its amaxes.
+        x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
+        out: memory for Y, if the caller has some.
+        shares_x: forward leaves the operands of X here, for siblings to come.
+    """
+
+    delayed: DelayedCall | None = None
+    x: Quantized | None = None
+    w: Quantized | None = None
+    out: tuple[Tensor, ...] = ()
+    shares_x = False
 
 
 class LinearConfigs:

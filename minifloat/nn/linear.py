@@ -29,7 +29,8 @@ from minifloat.ops import matmul
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import exchange_of
-from minifloat.tensor import QuantizedTensor, traced
+from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.pytorch import reuse_traced
 
 _VALUES = Quantizer.identity().with_usage(columnwise=False)
 
@@ -177,7 +178,7 @@ class Linear(LinearState, nn.Linear):
         (spec, exchange, _, given), source, x = linear, x, x.to(dtype)
         ranks = (exchange.group, exchange.shards) if exchange.gathers_x else None
         if ranks is None and isinstance(x, QuantizedTensor):
-            given.x = reuse(x, spec.x) if spec.eager else traced.reuse(x, spec.x)
+            given.x = reuse(x, spec.x) if spec.eager else reuse_traced(x, spec.x)
         shares = spec.eager and spec.shares_x and given.x is None
         cast = dtype, spec.x, spec.emit_bf16, ranks
         if shares:

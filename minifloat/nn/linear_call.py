@@ -21,9 +21,9 @@ from minifloat.delayed import check_same_scale
 from minifloat.functional.autograd import autocast_enabled, exporting
 from minifloat.functional.exchange import LOCAL, Local
 from minifloat.functional.gemm import check_rows_alone
-from minifloat.functional.linear import Given, LinearCall
+from minifloat.functional.linear import LinearCall
 from minifloat.functional.quantize import LinearConfig, Options
-from minifloat.functional.spec import make_spec
+from minifloat.functional.spec import Given, make_spec
 from minifloat.functional.weight_source import LocalWeight, asks_in_backward
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.options import check_meta, check_tensor
