@@ -27,8 +27,7 @@ class MultiheadAttention(parts.LayerOfLinears):
     """Multi-head attention, Y = attention(X Wq^T, X Wk^T, X Wv^T) Wo^T, with grouped queries, rotation and norms.
 
     Its parts are ``qkv`` (rows of the weight: all query heads, then all key heads, then all value heads; in cross
-    attention ``query`` and ``key_value``), ``core_attention`` and ``proj``. One cast of X serves query, key and value,
-    whether their weights are one parameter or three.
+    attention ``query`` and ``key_value``), ``core_attention`` and ``proj``. One cast of X serves query, key and value.
 
     Args:
         hidden_size: width of X and Y.
@@ -44,20 +43,18 @@ class MultiheadAttention(parts.LayerOfLinears):
         rotary_pos_interleaved: as ``interleaved`` of :class:`~minifloat.RotaryPositionEmbedding`.
         qk_norm_type: None, ``"RMSNorm"`` or ``"LayerNorm"``: normalizes each query and key head, with ``qk_norm_eps``,
             before or after the rotation (``qk_norm_before_rope``).
-        bias, init_method, params_dtype, dtype, device, fuse_wgrad_accumulation, recipe: of the linears, as of
-            :class:`~minifloat.Linear`; ``output_layer_init_method``: of ``proj``.
+        bias, init_method, params_dtype, dtype, device, fuse_wgrad_accumulation, recipe, etp_group, etp_reduction: of
+            the linears, as of :class:`~minifloat.Linear`; ``output_layer_init_method``: of ``proj``.
         return_bias: leave adding the bias of ``proj`` to the caller.
         recompute_norm: of the input norm, as of :class:`~minifloat.LayerNormLinear`.
         save_original_input: of ``proj``: what attention gives, and keeps itself, serves its backward too.
         return_layernorm_output: forward also gives the input norm's result.
-        name: recipes and errors call the linears ``name.qkv`` (``name.query``, ``name.key_value``) and ``name.proj``;
-            without it ``qkv`` and so on.
+        name: recipes and errors call the linears ``name.qkv`` (``name.query``, ``name.key_value``) and ``name.proj``.
         set_parallel_mode: each rank of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them, computes its share of the
             heads: the linears before attention are column-parallel, query, key and value each by itself, and ``proj``
-            is row-parallel. The sizes given are those of all ranks.
+            is row-parallel. The sizes given are those of all ranks, which draw different numbers for dropout.
         sequence_parallel: X, ``encoder_output`` and Y are split by rows over the same ranks, along the sequence (for
             ``thd``: the tokens); attention sees all of it.
-        etp_group, etp_reduction: of the linears, as of :class:`~minifloat.Linear`.
 
     With H query heads and G key and value heads of D channels, p ranks, s positions of S on a rank, b sequences:
 
@@ -70,8 +67,6 @@ class MultiheadAttention(parts.LayerOfLinears):
     Wo                  [hidden, H/p D]       Y = sum over the ranks, scattered; dY gathered for dgrad and wgrad
     norms               [hidden], [D]         gradients summed over the ranks (of ``qk_norm_type`` always)
     ==================  ====================  ==================================================================
-
-    Ranks draw different numbers for ``attention_dropout``: see :mod:`minifloat.comm.group`.
 
     Raises:
         ValueError: sizes that do not divide, an unknown type or norm, a norm's result asked for without a norm; heads

@@ -30,12 +30,14 @@ class TransformerLayer(LayerOfLinears):
     Args:
         hidden_size, num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, window_size,
             bottom_right_diagonal, softmax_scale, softcap, fuse_qkv_params, rotary_pos_interleaved, qk_norm_type,
-            qk_norm_eps, qk_norm_before_rope, layer_number: as of :class:`~minifloat.MultiheadAttention`, of which
-            ``self_attn_mask_type`` is the ``attn_mask_type`` and ``attn_input_format`` the ``qkv_format``.
+            qk_norm_eps, qk_norm_before_rope, layer_number, set_parallel_mode, tp_group, tp_size, tp_mesh: as of
+            :class:`~minifloat.MultiheadAttention`, of which ``self_attn_mask_type`` is the ``attn_mask_type`` and
+            ``attn_input_format`` the ``qkv_format``.
         ffn_hidden_size, activation, activation_params: as of :class:`~minifloat.LayerNormMLP`; ``checkpoint_mlp`` is
             its ``checkpoint``.
         layernorm_epsilon, normalization, zero_centered_gamma, bias, init_method, output_layer_init_method,
-            params_dtype, dtype, device, recipe, fuse_wgrad_accumulation: of all parts.
+            params_dtype, dtype, device, recipe, fuse_wgrad_accumulation: of all parts; etp_group, etp_reduction: of all
+            but experts, which have theirs in ``moe``.
         moe: a mixture of experts takes the place of the MLP, with these arguments of :class:`~minifloat.MoE`, as
             ``{"num_experts": 8, "top_k": 2}``; each expert is ``ffn_hidden_size`` wide. Not with tensor parallelism.
         save_memory: backward recomputes what linears read, from what norms, attention and activation save anyway:
@@ -47,12 +49,8 @@ class TransformerLayer(LayerOfLinears):
         apply_residual_connection_post_layernorm: results are added to what the norm gives, not to what it takes.
         name: recipes and errors call the linears ``name.self_attention.qkv``, ``name.layernorm_mlp.fc1`` and so on;
             default ``layer`` and the ``layer_number``, if that is given.
-        set_parallel_mode, sequence_parallel, tp_group, tp_size, tp_mesh: as of :class:`~minifloat.MultiheadAttention`
-            and :class:`~minifloat.LayerNormMLP`: their first linears are column-parallel, their second row-parallel.
-            Under sequence parallelism the residual stream is split too: X and Y [s, b, hidden_size] are this rank's
-            positions, and ranks draw different numbers for ``hidden_dropout``, else the same.
-        etp_group, etp_reduction: of the linears of attention and MLP, as of :class:`~minifloat.Linear`; experts are
-            given theirs in ``moe``.
+        sequence_parallel: the residual stream is split too: X and Y [s, b, hidden_size] are this rank's positions, and
+            ranks draw different numbers for ``hidden_dropout``, else the same.
 
     Raises:
         ValueError: an unknown layer type, parallel attention and MLP in a decoder, experts under tensor parallelism,

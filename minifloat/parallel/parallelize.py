@@ -73,31 +73,23 @@ def parallelize(
     dim         data      what a rank keeps
     ==========  ========  ===========================================================================================
     ``"tp"``    the same  its part of the parameters of the layers below, and of what ``plan`` names
-    ``"etp"``   its own   its rows of the weight of each :class:`~minifloat.Linear` and
-                          :class:`~minifloat.GroupedLinear`, on its own or part of a layer, and of each
-                          ``nn.Embedding``, gathered before they are used (extended tensor parallelism); with ``"tp"``
-                          rows of that part
+    ``"etp"``   its own   its rows of the weight of each :class:`~minifloat.Linear`, :class:`~minifloat.GroupedLinear`
+                          and ``nn.Embedding``, gathered before they are used; with ``"tp"`` rows of that part
     ``"eetp"``  its own   if there is one, its rows of the weights of each :class:`~minifloat.GroupedLinear`, of which
                           the ranks of ``"etp"`` then have the same
     ``"dp"``    its own   the same as the other ranks of this dim
     ==========  ========  ===========================================================================================
 
     Gradients of all parameters are reduced over ``"etp"``, ``"eetp"`` and ``"dp"``, in backward: do without
-    ``DistributedDataParallel``. Subclasses of these layers and PyTorch's own stay whole over ``"etp"``. The forward of
-    ``model`` itself must run, whose hook finds the parameters.
+    ``DistributedDataParallel``. The forward of ``model`` itself must run, whose hook finds the parameters.
 
-    ``"tp"`` does what ``torch.distributed.tensor.parallel.parallelize_module`` does for PyTorch's own layers. Each
-    :class:`~minifloat.TransformerLayer`, :class:`~minifloat.MultiheadAttention` and :class:`~minifloat.LayerNormMLP`
-    becomes what ``set_parallel_mode=True`` would have made of it: a rank keeps its part of every parameter, with the
-    values it has, so that a model made from a seed and parallelized is the one made parallel from the seed. On the
-    ``meta`` device too: ``to_empty`` and ``reset_parameters`` then give a rank its part. Modules stay the objects that
-    they are, with recipes, names, hooks and delayed scaling's state; sharded parameters are new objects, so optimizers
-    are made afterwards. Parameters that modules share stay shared where all of these are sharded alike; over ``"etp"``
-    each of these adds its own gradient, so that post-accumulate hooks run as often.
-
-    Of a quantized parameter (``quantized_model_init``) the piece is cast anew, by itself: from the values before the
-    first cast if these were preserved and the parameter still has them, which gives the layer that was made parallel
-    from the seed; else from what its codes stand for, which rounds a second time where a scale spans what is cut.
+    Over ``"tp"`` each :class:`~minifloat.TransformerLayer`, :class:`~minifloat.MultiheadAttention` and
+    :class:`~minifloat.LayerNormMLP` becomes what ``set_parallel_mode=True`` would have made of it, with the values it
+    has, on the ``meta`` device too. Modules stay the objects that they are, with recipes, names, hooks and delayed
+    scaling's state; sharded parameters are new objects, so optimizers are made afterwards. Parameters that modules
+    share stay shared where all of these are sharded alike. Of a quantized parameter the piece is cast anew, from the
+    values before the first cast if these were preserved, else from what its codes stand for. See
+    ``docs/distributed.md``.
 
     Args:
         model: the same on all ranks: sizes and values.
@@ -108,13 +100,13 @@ def parallelize(
             wins): ``"column"`` or ``"row"`` for a :class:`~minifloat.Linear` (``"column"`` also for a
             :class:`~minifloat.LayerNormLinear`); ``"vocabulary"`` for an ``nn.Embedding``, which becomes a
             ``VocabParallelEmbedding``; ``"sequence"`` for a module that works on rows of its own, such as a final norm:
-            the gradients of its parameters are summed over the ranks. What is not named stays as it is.
-            ``"replicated"`` for a module whose weight stays whole over ``"etp"``, as such a sum leaves it too.
+            the gradients of its parameters are summed over the ranks; ``"replicated"`` for a module whose weight stays
+            whole over ``"etp"``. What is not named stays as it is.
         etp_reduction: of the gradients of ranks with other data: ``"mean"`` or ``"sum"``.
         reduce_dtype: that these are sent and summed in, as FSDP2's; default: that of what they are added to.
         recast: free the codes of a weight's rows, over ``"etp"``, after its forward, and cast them again for backward:
-            a byte a parameter less (MXFP8: two) when backward begins. Not where ``is_first_microbatch`` keeps them.
-            Parameters must not be written between a forward and its backward, which raises where PyTorch sees it.
+            a byte a parameter less (MXFP8: two). Not where ``is_first_microbatch`` keeps them. Parameters must not be
+            written between a forward and its backward, which raises where PyTorch sees it.
         prefetch: how many weights are gathered ahead of their use; ``prefetch_bytes``: at most, of several.
 
     Returns:
@@ -122,9 +114,9 @@ def parallelize(
 
     Raises:
         ValueError: a size does not divide by the number of ranks; a parameter is a DTensor, sharded already or shared
-            with a module that is cut in another way; a pattern fits nothing; dims of several have
-            other names; an embedding is sparse or has ``max_norm``; a linear that stays whole fuses or delays its
-            weight gradient. Nothing was changed then.
+            with a module that is cut in another way; a pattern fits nothing; dims of several have other names; an
+            embedding is sparse or has ``max_norm``; a linear that stays whole fuses or delays its gradient. Nothing was
+            changed then.
     """
     if reduce_dtype not in (None, *DTYPES):
         raise ValueError(f"parallelize: reduce_dtype is {reduce_dtype}; torch.float32 or torch.bfloat16 is needed")
