@@ -22,13 +22,13 @@ def is_dtensor(t: Tensor) -> bool:
     return hasattr(t, "device_mesh")
 
 
-def own_rows(t: Tensor) -> Tensor:
+def local_rows(t: Tensor) -> Tensor:
     """Returns this rank's rows of a DTensor, the very tensor; any other tensor is its own."""
     local: Tensor = getattr(t, "_local_tensor", t)
     return local
 
 
-def own_part(values: Tensor, parameter: Tensor) -> Tensor:
+def local_part(values: Tensor, parameter: Tensor) -> Tensor:
     """Cuts this rank's part out of ``values`` in the whole shape of ``parameter``; all unless it is a DTensor."""
     if is_dtensor(parameter):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

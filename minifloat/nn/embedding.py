@@ -91,7 +91,7 @@ class EtpEmbedding(SharedRows, nn.Embedding):
         if torch.compiler.is_compiling():
             result: Tensor = run_eager(EtpEmbedding.forward, self, tokens)
             return result
-        return F.embedding(tokens, self._etp.whole(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return F.embedding(tokens, self._etp.full(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
     @property
     def _label(self) -> str:
@@ -202,7 +202,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         row = tokens - self.first
         elsewhere = ((row < 0) | (row >= self.num_embeddings)) & (tokens >= 0) & (tokens < self.vocabulary)
         row, result_shape = row.masked_fill(elsewhere, 0), call.output_shape(shape, self.embedding_dim)
-        table = self.weight if self._etp is None else self._etp.whole()
+        table = self.weight if self._etp is None else self._etp.full()
         return apply(_LookUp, table, row, elsewhere, call, result_shape)
 
     @checked

@@ -237,7 +237,7 @@ class Linear(LinearState, nn.Linear):
         For functions that read the weight, as :func:`~minifloat.linear_cross_entropy`: its gradient is
         reduced, and added to that of this rank's rows. Tensor-parallel parts stay as they are.
         """
-        return self._weight_matrix() if self._etp is None else self._etp.whole()
+        return self._weight_matrix() if self._etp is None else self._etp.full()
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Returns W, and b where forward adds it; from ``_parameters``: nn.Module's ``__getattr__`` takes longer."""

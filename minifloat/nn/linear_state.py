@@ -350,7 +350,7 @@ class LinearState(QuantizedWeights):
         stop_counting(self._weight(name) for name in self._weight_names)
         assign = local_metadata.get("assign_to_params_buffers", False)
         if self._etp is not None:
-            self._etp.rows.cut_wholes(state_dict, prefix)
+            self._etp.rows.cut_full(state_dict, prefix)
         self._load_histories(state_dict, prefix, assign)
         load_scales(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)

@@ -15,7 +15,7 @@ from minifloat.arguments import checked
 from minifloat.autocast import get_default_recipe
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import own_part, own_rows
+from minifloat.comm.pytorch import local_part, local_rows
 from minifloat.delayed import AmaxHistory
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
 from minifloat.functional.quantize import FORWARD_SLOTS, LinearConfig
@@ -159,8 +159,8 @@ def quantized_weight(
 def write(layer: QuantizedWeights, name: str, parameter: Tensor, values: Tensor) -> None:
     """Writes this rank's part of ``values``, in the whole shape of the parameter ``name``, to it."""
     extent = None if layer._etp is None else layer._etp.rows.extents().get(name)
-    own = own_part(values, layer._weight(name)) if extent is None else values[..., extent[1], :]
-    rows = own_rows(parameter)
+    own = local_part(values, layer._weight(name)) if extent is None else values[..., extent[1], :]
+    rows = local_rows(parameter)
     if not isinstance(rows, QuantizedTensor):
         rows.copy_(own)
         return
@@ -172,7 +172,7 @@ def write(layer: QuantizedWeights, name: str, parameter: Tensor, values: Tensor)
 
 def quantized_rows(layer: QuantizedWeights) -> dict[str, QuantizedTensor]:
     """Finds by name the weights that a layer keeps quantized; of a DTensor, as FSDP2 makes them, this rank's rows."""
-    rows = {name: own_rows(layer._weight(name)) for names in layer._matrices for name in names}
+    rows = {name: local_rows(layer._weight(name)) for names in layer._matrices for name in names}
     return {name: own for name, own in rows.items() if isinstance(own, QuantizedTensor)}
 
 
@@ -226,7 +226,7 @@ def load_scales(layer: QuantizedWeights, state_dict: dict[str, Any], prefix: str
         amax_group = None
         for name, own in own_of.items():
             saved = fitting.get(name)
-            values = saved if saved is None else own_rows(saved)
+            values = saved if saved is None else local_rows(saved)
             if values is None or (has_scale and isinstance(values, QuantizedTensor) and own._same_form(values)):
                 continue
             loaded[name] = values.dequantize() if isinstance(values, QuantizedTensor) else values
@@ -272,7 +272,7 @@ def keep_quantized(
 
     Called after ``fn`` has moved a weight, or changed its dtype; its codes, or those of its rows, were ``before``.
     """
-    rows = own_rows(weight)
+    rows = local_rows(weight)
     if not isinstance(rows, QuantizedTensor):  # of parameters alone a change of the dtype leaves the codes as they are
         rows = weight._local_tensor = fn(nn.Parameter(before, requires_grad=False)).detach()  # type: ignore[attr-defined]
     if initial is not None and not rows.is_meta and isinstance(rows, QuantizedTensor):

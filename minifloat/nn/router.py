@@ -16,7 +16,7 @@ from minifloat.autocast import autocast, is_batch_invariant
 from minifloat.comm import pytorch
 from minifloat.comm.collectives import all_reduce
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import is_dtensor, own_part, own_rows
+from minifloat.comm.pytorch import is_dtensor, local_part, local_rows
 from minifloat.functional.autograd import autocast_dtype, autocast_off
 from minifloat.functional.gemm import multiply_values
 from minifloat.functional.router import (
@@ -168,7 +168,7 @@ class TopKRouter(nn.Module):
         if is_dtensor(weight):  # all ranks draw the whole, of which each keeps its own
             whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
             initialize(whole, self.init_method)
-            own_rows(weight).copy_(own_part(whole, weight))
+            local_rows(weight).copy_(local_part(whole, weight))
         else:
             initialize(weight, self.init_method)
         for each in (self.bias, self.expert_bias, self.expert_counts):

@@ -149,7 +149,7 @@ class SharedRows(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self.invalidate()
         if self._etp is not None:
-            self._etp.rows.cut_wholes(state_dict, prefix)
+            self._etp.rows.cut_full(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._mark_parameters()  # which may be others now
 

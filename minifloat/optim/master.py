@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import own_rows, sharded_like
+from minifloat.comm.pytorch import local_rows, sharded_like
 from minifloat.tensor import QuantizedTensor, quantize_all_
 
 KEYS = ("master", "remainder")
@@ -19,7 +19,7 @@ KEYS = ("master", "remainder")
 
 def is_low_precision(p: Tensor) -> bool:
     """Whether ``p`` is quantized, bf16 or fp16: too coarse for an optimizer to step it."""
-    return isinstance(own_rows(p), QuantizedTensor) or p.dtype in (torch.bfloat16, torch.float16)
+    return isinstance(local_rows(p), QuantizedTensor) or p.dtype in (torch.bfloat16, torch.float16)
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ class Master:
     @property
     def rows(self) -> Tensor:
         """Parameter, or what this rank has of it."""
-        return own_rows(self.param)
+        return local_rows(self.param)
 
     def mark_written(self) -> None:
         """Notes that the parameter as it is now follows from these values."""
@@ -113,13 +113,13 @@ class Master:
             rounded, _ = split(join(high, self.remainder))
             self.remainder.masked_fill_(rounded.view(torch.int16) != high.view(torch.int16), 0)
         else:
-            now, values = _exact(own_rows(self.param.detach())), own_rows(self.values)
+            now, values = _exact(local_rows(self.param.detach())), local_rows(self.values)
             values.copy_(torch.where(self._rounds_to(now), values, now))
         self.mark_written()
 
     def _rounds_to(self, now: Tensor) -> Tensor:
         """Marks where the values round to ``now``, those of the parameter."""
-        held, values = own_rows(self.param.detach()), own_rows(self.values.detach())
+        held, values = local_rows(self.param.detach()), local_rows(self.values.detach())
         scale = _scale_of_codes(held)
         if scale is None:
             return _exact(held.clone().copy_(values)) == now
@@ -178,9 +178,9 @@ def write(masters: Sequence[Master]) -> None:
     quantized = [master for master in masters if isinstance(master.rows, QuantizedTensor)]
     others = [master for master in masters if not isinstance(master.rows, QuantizedTensor)]
     if quantized:
-        quantize_all_([m.rows for m in quantized], [own_rows(m.rounded()) for m in quantized])  # type: ignore[misc]
+        quantize_all_([m.rows for m in quantized], [local_rows(m.rounded()) for m in quantized])  # type: ignore[misc]
     if others:
-        torch._foreach_copy_([m.rows for m in others], [own_rows(m.rounded()) for m in others])
+        torch._foreach_copy_([m.rows for m in others], [local_rows(m.rounded()) for m in others])
     for master in masters:
         master.mark_written()
 
@@ -200,7 +200,7 @@ def _exact(t: Tensor) -> Tensor:
 
 def _version(p: Tensor) -> int:
     """Counts the writes to ``p``: those to a DTensor as such, and those to what this rank has of it."""
-    rows = own_rows(p)
+    rows = local_rows(p)
     if rows is p:
         return p._version
     return p._version + (rows._operands.any.codes if isinstance(rows, QuantizedTensor) else rows)._version
@@ -209,7 +209,7 @@ def _version(p: Tensor) -> int:
 @torch.no_grad()
 def _initial_values(param: Tensor) -> Tensor:
     """Returns the values before the first cast where the parameter has kept them, which it forgets; else its own."""
-    rows = own_rows(param)
+    rows = local_rows(param)
     if not isinstance(rows, QuantizedTensor):
         return _exact(param.detach())
     kept = rows.get_high_precision_init_val()

@@ -50,8 +50,8 @@ class ReducedGradients:
         elsewhere = pytorch.managed_below(module) if self.recurse else ()
         rows = etp_parameters(module)  # not by their marks, which a parameter that was put in their place lacks
         for name, parameter in module.named_parameters(recurse=self.recurse):
-            path, _, own_name = name.rpartition(".")
-            if elsewhere and (module.get_submodule(path), own_name) in elsewhere:
+            path, _, local_name = name.rpartition(".")
+            if elsewhere and (module.get_submodule(path), local_name) in elsewhere:
                 continue
             known = self._watched.get(name)
             own = parameter not in rows and not is_dtensor(parameter)

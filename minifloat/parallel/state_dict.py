@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from minifloat.arguments import checked
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import own_rows, sharded_like
+from minifloat.comm.pytorch import local_rows, sharded_like
 from minifloat.functional.exchange import Local
 from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
@@ -112,7 +112,7 @@ class Layout:
         dim: int | None = tensor.partition_dim if sharded else None  # type: ignore[attr-defined]
         size, lengths = (self.group.size, tensor.partition_parts) if sharded else (1, (0,))  # type: ignore[attr-defined]
         share = _fsdp_share(key, tensor) if isinstance(tensor, DTensor) else self.shares.get(tensor)
-        own, parts = tuple(own_rows(tensor).shape), self.fused.get(key)
+        own, parts = tuple(local_rows(tensor).shape), self.fused.get(key)
         if parts is None and len(lengths) == 1:
             return [self._entry(key, None, own, dim, lengths[0], share)]
         parts = parts or {str(i): length // size for i, length in enumerate(lengths)}
@@ -295,7 +295,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         if not isinstance(value, Tensor):
             state[key] = value
             continue
-        own = own_rows(value)
+        own = local_rows(value)
         values = (own.dequantize() if isinstance(own, QuantizedTensor) else own).detach()
         state |= {entry.key: entry.saved(entry.of(values)) for entry in layout.of(key, value)}
     return state
@@ -381,7 +381,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple
                     f"{tuple(parameter.shape)}; there is no rule for how it is cut"
                 )
             for entry in layout.of(key, parameter) if value.shape == parameter.shape else [Entry(key)]:
-                yield f"state.{name}.{entry.key}", entry, entry.of(own_rows(value))
+                yield f"state.{name}.{entry.key}", entry, entry.of(local_rows(value))
 
 
 def _init_optimizer_state(optimizer: Optimizer) -> None:
@@ -390,7 +390,7 @@ def _init_optimizer_state(optimizer: Optimizer) -> None:
     Raises:
         ValueError: a parameter is quantized: a step would cast it again, and the state is that of master weights.
     """
-    if any(isinstance(own_rows(p), QuantizedTensor) for group in optimizer.param_groups for p in group["params"]):
+    if any(isinstance(local_rows(p), QuantizedTensor) for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "sharded_optimizer_state_dict: the optimizer has quantized parameters; parameters in high precision are "
             "needed"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from minifloat import GroupedLinear, LayerNormMLP, Linear, MultiheadAttention, prepare, quantized_model_init
-from minifloat.comm.pytorch import own_rows
+from minifloat.comm.pytorch import local_rows
 from minifloat.distributed import (
     fully_shard,
     load_sharded_optimizer_state_dict,
@@ -63,7 +63,7 @@ def make(seed: int, way: str) -> nn.Sequential:
 
 def start(seed: int, way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = make(seed, way)
-    trained = [p for p in model.parameters() if not isinstance(own_rows(p), QuantizedTensor)]
+    trained = [p for p in model.parameters() if not isinstance(local_rows(p), QuantizedTensor)]
     return model, torch.optim.AdamW(trained, lr=0.01 * seed)
 
 
@@ -71,7 +71,7 @@ def trained(seed: int, way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """After a step, with gradients that are the parameters of another model: the same values on any ranks."""
     (model, optimizer), (other, _) = start(seed, way), start(seed + 1, way)
     for p, values in zip(model.parameters(), other.parameters(), strict=True):
-        if p in optimizer.state or not isinstance(own_rows(p), QuantizedTensor):
+        if p in optimizer.state or not isinstance(local_rows(p), QuantizedTensor):
             p.grad = values.detach().clone()
     optimizer.step()
     return model, optimizer
@@ -84,7 +84,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         for key, p in model.named_parameters()
         for name, value in optimizer.state.get(p, {}).items()
     }  # fmt: skip
-    local = {key: own_rows(value) for key, value in (model.state_dict() | state).items()}
+    local = {key: local_rows(value) for key, value in (model.state_dict() | state).items()}
     return {key: (v.dequantize() if isinstance(v, QuantizedTensor) else v).detach() for key, v in local.items()}
 
 

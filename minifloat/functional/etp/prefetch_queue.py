@@ -127,7 +127,7 @@ class PrefetchQueue:
     def take(
         self, source: EtpWeight, dim: int, parts: Callable[[], Parts], cast: int, *, values: bool = False
     ) -> list[Quantized]:
-        """The wholes of ``parts``; what is likely to follow is started, to be gathered while they are multiplied.
+        """Gathers ``parts``; starts what is likely to follow, to be gathered while the result is multiplied.
 
         Args:
             source: the weight.

@@ -136,7 +136,7 @@ class EtpRows(ShardedRows):
     # ---- as a layer keeps them ----
 
     def range(self, place: int, rank: int | None = None) -> slice:
-        """A rank's rows, by default this one's, of the parameter number ``place``, counted in the whole of it."""
+        """A rank's rows, by default this one's, of the parameter number ``place``, counted in the full one."""
         shards, rank = self.sharding.shards, self.sharding.group.rank if rank is None else rank
         before, length = self._before(place), self.lengths[place]
         begin, end = (min(max(row - before, 0), length) for row in (shards.first(rank), shards.end(rank)))
@@ -147,36 +147,36 @@ class EtpRows(ShardedRows):
         return sum(self.lengths[:place])
 
     def extents(self) -> dict[str, tuple[int, slice]]:
-        """Of each parameter by name the rows of the whole, its dim -2, and which of them this rank has."""
+        """Of each parameter by name the rows of the full one, its dim -2, and which of them this rank has."""
         named = enumerate(zip(self.names, self.lengths, strict=True))
         return {name: (length, self.range(place)) for place, (name, length) in named}
 
-    def cut(self, place: int, whole: Tensor) -> Tensor:
-        """These rows of the parameter number ``place``, in memory of their own; quantized as the whole is."""
+    def cut(self, place: int, full: Tensor) -> Tensor:
+        """These rows of the parameter number ``place``, in memory of their own; quantized as the full one is."""
         own, group = self.range(place), self.sharding.group
-        if not isinstance(whole, QuantizedTensor):
-            return whole[..., own, :].clone()
+        if not isinstance(full, QuantizedTensor):
+            return full[..., own, :].clone()
         ranges = [self.range(place, rank) for rank in range(group.size)]
-        rows = rows_of(whole, ShardMap(tuple([each.stop - each.start for each in ranges])), group)
-        rows.scale, rows.amax_group = whole.scale, group.process_group
+        rows = rows_of(full, ShardMap(tuple([each.stop - each.start for each in ranges])), group)
+        rows.scale, rows.amax_group = full.scale, group.process_group
         return rows
 
-    def parameter(self, place: int, whole: nn.Parameter) -> nn.Parameter:
-        """That of these rows, with the attributes of the whole but the gradient of all rows."""
-        parameter = nn.Parameter(self.cut(place, whole.detach()), requires_grad=whole.requires_grad)
-        if isinstance(whole, QuantizedTensor) and isinstance(parameter, QuantizedTensor):
-            initial = whole.get_high_precision_init_val()
+    def parameter(self, place: int, full: nn.Parameter) -> nn.Parameter:
+        """That of these rows, with the attributes of the full one but the gradient of all rows."""
+        parameter = nn.Parameter(self.cut(place, full.detach()), requires_grad=full.requires_grad)
+        if isinstance(full, QuantizedTensor) and isinstance(parameter, QuantizedTensor):
+            initial = full.get_high_precision_init_val()
             if initial is not None:
                 parameter.set_high_precision_init_val(initial[self.range(place)])
         else:
-            parameter.__dict__.update({name: noted for name, noted in vars(whole).items() if name != "main_grad"})
+            parameter.__dict__.update({name: noted for name, noted in vars(full).items() if name != "main_grad"})
         return parameter
 
-    def cut_wholes(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Puts these rows in the place of weights that a state dict has whole."""
+    def cut_full(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Puts these rows in the place of weights that a state dict has in full."""
         for place, (name, weight) in enumerate(zip(self.names, self.parameters(), strict=True)):
-            saved, whole = state_dict.get(prefix + name), (*weight.shape[:-2], self.lengths[place], weight.shape[-1])
-            if isinstance(saved, Tensor) and saved.shape == whole != weight.shape:
+            saved, full = state_dict.get(prefix + name), (*weight.shape[:-2], self.lengths[place], weight.shape[-1])
+            if isinstance(saved, Tensor) and saved.shape == full != weight.shape:
                 state_dict[prefix + name] = self.cut(place, saved)
 
     def mark(self) -> None:

@@ -185,7 +185,7 @@ class EtpWeight:
         return Pending([], lambda: [_quantized(each, dim) for each in pending.wait()])
 
     def nbytes(self, dim: int, parts: Parts) -> int:
-        """How much memory the wholes of ``parts`` take, for products that contract ``dim``: the same on all ranks."""
+        """Counts the bytes of the operands that ``parts`` are gathered to, the same on all ranks."""
         own = parts.matrices[0].along(dim)
         sent = parts.shards.gather_bytes(own.format, own.dim, own.shape[1], own.codes.itemsize)
         return self.sharding.group.size * len(parts.matrices) * sent
@@ -233,13 +233,13 @@ class EtpWeight:
             )
         return self.rows.join(self.queue.take(self, dim, own, of.number, values=values)).along(dim)
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """The matrix [N, K] of all ranks, in the dtype of the parameter, whose gradient is that of its rows."""
         like = self.rows.parameters()[0]
         grad_anchor = self.grad_anchor((self.sharding.shards.total, like.shape[-1]))
         self.cast(_VALUES, like.dtype)
-        whole: Tensor = self.forward().along(ROWWISE).codes
-        return apply(_Whole, self, grad_anchor, whole)
+        full: Tensor = self.forward().along(ROWWISE).codes
+        return apply(_Full, self, grad_anchor, full)
 
     # ---- the gradient ----
 
@@ -357,13 +357,13 @@ class GatheredWeight(LocalWeight):
         self.etp.reduce(product, sink, self.main_grad, spec.options.delays_wgrad)
 
 
-class _Whole(torch.autograd.Function):
+class _Full(torch.autograd.Function):
     """A gathered weight as what the rows of all ranks make up; ``grad_anchor``: what autograd sees of it."""
 
     @staticmethod
-    def forward(ctx: Any, source: EtpWeight, grad_anchor: Tensor, whole: Tensor) -> Tensor:
+    def forward(ctx: Any, source: EtpWeight, grad_anchor: Tensor, full: Tensor) -> Tensor:
         ctx.source = source
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     @first_order

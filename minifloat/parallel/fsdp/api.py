@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from minifloat.arguments import Device, checked
 from minifloat.comm.collectives import all_reduce_max
-from minifloat.comm.pytorch import own_part, sharded_like
+from minifloat.comm.pytorch import local_part, sharded_like
 from minifloat.comm.sharded_cast import gather, is_plain
 from minifloat.formats import COLUMNWISE
 from minifloat.nn.grouped_linear import GroupedLinear
@@ -52,7 +52,7 @@ def fully_shard(
     Call it bottom-up, as PyTorch's own, and on the whole model in the end. What is sharded stays a DTensor in high
     precision: optimizers, clipping and checkpoints are those of any FSDP2 model. The weight of a
     :class:`~minifloat.Linear`, also as a part of a fused module, whose own recipe quantizes weights, is gathered as
-    codes and scales: those of quantizing the whole weight, of one parameter or of several, bit for bit, whatever the
+    codes and scales: those of quantizing the full weight, of one parameter or of several, bit for bit, whatever the
     number of rows and of ranks; so is each weight of a :class:`~minifloat.GroupedLinear` whose experts have one each.
     Each pass sends the orientation that it reads. The rest is gathered in high precision, as in PyTorch: norms,
     embeddings, biases, and weights that :func:`sharded_weights` does not list.
@@ -92,12 +92,12 @@ def fully_shard(
     for group in pytorch.param_groups(module):
         by_matrix: dict[tuple[LinearState, tuple[str, ...]], dict[str, Any]] = {}
         for param in group.fsdp_params:
-            holder, own_name, shared = pytorch.holder_of(param)
-            layer, names, name = layers.get((holder, own_name), (None, (), ""))
-            whole, noted, initial = before[holder, own_name]
+            holder, local_name, shared = pytorch.holder_of(param)
+            layer, names, name = layers.get((holder, local_name), (None, (), ""))
+            full, noted, initial = before[holder, local_name]
             param.sharded_param.__dict__.update({mark: noted[mark] for mark in _TP_ATTRIBUTES if mark in noted})
-            if isinstance(whole, QuantizedTensor):
-                _gather_quantized(whole, initial, layer, {name: param}, group)
+            if isinstance(full, QuantizedTensor):
+                _gather_quantized(full, initial, layer, {name: param}, group)
             elif isinstance(layer, LinearState) and not shared:
                 by_matrix.setdefault((layer, names), {})[name] = param
         for (layer, names), params in by_matrix.items():
@@ -105,7 +105,7 @@ def fully_shard(
                 _gather_as_codes(layer, params, group)
     for each in module.modules():
         if isinstance(each, GroupedLinear):
-            each._join_weights()  # frees the memory of the wholes
+            each._join_weights()  # frees the memory of full weights
     pytorch.cast_before_forward(module, _cast)
     return module
 
@@ -188,9 +188,9 @@ def _gather_as_codes(layer: LinearState, params: dict[str, Any], group: Any) -> 
 
 
 def _gather_quantized(
-    whole: QuantizedTensor, initial: Tensor | None, layer: LinearState | None, params: dict[str, Any], group: Any
+    full: QuantizedTensor, initial: Tensor | None, layer: LinearState | None, params: dict[str, Any], group: Any
 ) -> None:
-    """Lets a quantized parameter be gathered. This rank keeps its rows of the codes, cast with what the whole was."""
+    """Lets a quantized parameter be gathered. This rank keeps its rows of the codes."""
     (param,) = params.values()
     if not isinstance(layer, LinearState) or not pytorch.is_sharded_by_rows(param):
         raise ValueError(
@@ -203,8 +203,8 @@ def _gather_quantized(
             "give no offload_policy"
         )
     shards, ranks = pytorch.shards_of(param)
-    rows = rows_of(whole, shards, ranks)
-    rows.scale, rows.amax_group = whole.scale, ranks.process_group if ranks.size > 1 else None
+    rows = rows_of(full, shards, ranks)
+    rows.scale, rows.amax_group = full.scale, ranks.process_group if ranks.size > 1 else None
     if initial is not None:
         rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
     pytorch.set_local_rows(param, rows)
@@ -222,7 +222,7 @@ def _cast(parameters: list[ShardedParameter]) -> None:
 def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank0: bool = False) -> dict[str, Any]:
     """``model.state_dict()`` as the unsharded model has it, for its ``load_state_dict``; a collective.
 
-    Quantized parameters are whole :class:`~minifloat.QuantizedTensor`, with the codes and scales of the shards, bit for
+    Quantized parameters are full :class:`~minifloat.QuantizedTensor`, with the codes and scales of the shards, bit for
     bit. ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` gives the values that they stand for instead,
     which another cast may round otherwise.
 
@@ -234,9 +234,9 @@ def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank
     kept = not only_rank0 or dist.get_rank() == 0
     state: dict[str, Any] = {}
     for key, value in model.state_dict().items():
-        whole = _unsharded(value) if isinstance(value, DTensor) else value
+        full = _unsharded(value) if isinstance(value, DTensor) else value
         if kept:
-            state[key] = whole.to(device) if device is not None and isinstance(whole, Tensor) else whole
+            state[key] = full.to(device) if device is not None and isinstance(full, Tensor) else full
     return state
 
 
@@ -282,8 +282,8 @@ def _unsharded(sharded: DTensor) -> Tensor:
     rows = sharded._local_tensor
     if not isinstance(rows, QuantizedRows):
         there: Any = sharded.to(sharded.device_mesh.device_type)  # where offloaded shards are gathered, too
-        whole: Tensor = there.full_tensor()
-        return whole
+        full: Tensor = there.full_tensor()
+        return full
     cover, part = rows.cover, rows.part
     assert cover.group is not None
     rowwise, columnwise = (operand is not None for operand in part)
@@ -299,16 +299,16 @@ def _with_reduced_amax(operand: Operand, group: Any) -> Operand:
     return operand._replace(amax=all_reduce_max([operand.amax], group)[0])
 
 
-def _resharded(whole: Any, target: Any) -> Any:
+def _resharded(full: Any, target: Any) -> Any:
     """A tensor of the model in the way that ``target`` is, if that is sharded and of the same size."""
-    if not isinstance(whole, Tensor) or not isinstance(target, DTensor) or whole.shape != target.shape:
-        return whole
+    if not isinstance(full, Tensor) or not isinstance(target, DTensor) or full.shape != target.shape:
+        return full
     rows = target._local_tensor
-    if isinstance(rows, QuantizedRows) and isinstance(whole, QuantizedTensor) and rows.quantizer == whole.quantizer:
+    if isinstance(rows, QuantizedRows) and isinstance(full, QuantizedTensor) and rows.quantizer == full.quantizer:
         assert rows.cover.group is not None
-        own: Tensor = rows_of(whole, rows.cover.shards, rows.cover.group)
+        own: Tensor = rows_of(full, rows.cover.shards, rows.cover.group)
     else:
-        own = own_part(whole.dequantize() if isinstance(whole, QuantizedTensor) else whole, target)
+        own = local_part(full.dequantize() if isinstance(full, QuantizedTensor) else full, target)
     return sharded_like(target, own.to(target.device))
 
 

@@ -95,8 +95,8 @@ class ShardedParameter(FSDPParam):
             self.alloc_all_gather_outputs()
         self.weight.end_gather(self.number)
         if not hasattr(self, "_unsharded_param"):
-            whole = self.weight.as_parameter(self.number, self.param_dtype or self.orig_dtype)
-            self._unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+            full = self.weight.as_parameter(self.number, self.param_dtype or self.orig_dtype)
+            self._unsharded_param = nn.Parameter(full, requires_grad=self.sharded_param.requires_grad)
 
     def free_unsharded_param(self) -> None:
         for tensor in self._memory:

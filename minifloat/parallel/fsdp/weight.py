@@ -35,16 +35,16 @@ class Buffer(NamedTuple):
         dim, field: the operand that it is of, and its name there.
         rows: how many of its rows each rank has.
         received: 1-D, as much of each rank as the largest one has: where an all-gather of FSDP2's goes.
-        whole: [sum(rows), ...].
-        owner: the tensor whose memory ``whole`` is a part of.
-        copies: what is received is copied to ``whole``; else it is the same memory.
+        full: [sum(rows), ...].
+        owner: the tensor whose memory ``full`` is a part of.
+        copies: what is received is copied to ``full``; else it is the same memory.
     """
 
     dim: int
     field: str
     rows: ShardMap
     received: Tensor
-    whole: Tensor
+    full: Tensor
     owner: Tensor
     copies: bool
 
@@ -66,20 +66,20 @@ class Buffer(NamedTuple):
         return padded_rows(own, self.rows.largest).contiguous().view(-1)
 
     def complete(self, part: Quantized) -> None:
-        """Fills ``whole`` from what was received, whose memory is freed then; of one rank from its own rows."""
+        """Fills ``full`` from what was received, whose memory is freed then; of one rank from its own rows."""
         if not self.copies:
             return
-        with torch.no_grad(), pytorch.preserved_versions([self.whole]):
+        with torch.no_grad(), pytorch.preserved_versions([self.full]):
             if self.rows.size == 1:
-                self.whole.copy_(self.of(part))
+                self.full.copy_(self.of(part))
             else:
-                parts = self.received.view(self.rows.size, self.rows.largest, *self.whole.shape[1:])
-                torch.cat([part[:count] for part, count in zip(parts, self.rows.rows, strict=True)], out=self.whole)
+                parts = self.received.view(self.rows.size, self.rows.largest, *self.full.shape[1:])
+                torch.cat([part[:count] for part, count in zip(parts, self.rows.rows, strict=True)], out=self.full)
                 pytorch.free_storage(self.received)
 
 
 def _buffers(dim: int, field: str, maps: Sequence[ShardMap], like: Tensor) -> tuple[Tensor, list[Buffer]]:
-    """A tensor of the whole weight, and what gathers the rows of each of its parameters, which ``maps`` says."""
+    """A tensor of the full weight, and what gathers the rows of each of its parameters, which ``maps`` says."""
     firsts = [0, *accumulate(rows.total for rows in maps)]
     ends = [first + rows.size * rows.largest for first, rows in zip(firsts, maps, strict=False)]
     owner = like.new_empty(max(firsts[-1], ends[-1]), *like.shape[1:])
@@ -95,7 +95,7 @@ def _buffers(dim: int, field: str, maps: Sequence[ShardMap], like: Tensor) -> tu
 
 
 class GatheredWeight:
-    """Operands of the whole weight [M, K] whose memory is allocated and freed, one orientation at a time.
+    """Operands of the full weight [M, K] whose memory is allocated and freed, one orientation at a time.
 
     The tensors are made once. What a forward saved for backward is filled again, in place, before backward reads it,
     and its version stays, as with the parameters that FSDP2 gathers itself. The one scale of a tensor, which all ranks
@@ -129,21 +129,21 @@ class GatheredWeight:
     def _allocate(self, dim: int, own: Operand, shards: Sequence[ShardMap]) -> list[Operand]:
         """The operand of the weight and those of its parameters, of which ``own`` is this rank's part of one."""
         constants = {"scale_inv": own.scale_inv, "amax": own.amax}
-        wholes: list[dict[str, Any]] = [{} for _ in range(len(shards) + 1)]
+        full: list[dict[str, Any]] = [{} for _ in range(len(shards) + 1)]
         self._buffers[dim] = [[] for _ in shards]
         for fields in zip(*[rows.gathered(own.format, own.dim) for rows in shards], strict=True):
             name = fields[0][0]
             constants.pop(name, None)
-            wholes[0][name], buffers = _buffers(dim, name, [rows for _, rows in fields], getattr(own, name))
+            full[0][name], buffers = _buffers(dim, name, [rows for _, rows in fields], getattr(own, name))
             for i, buffer in enumerate(buffers):
                 self._buffers[dim][i].append(buffer)
-                wholes[i + 1][name] = buffer.whole
+                full[i + 1][name] = buffer.full
         copies: dict[str, Any] = {name: tensor.clone() for name, tensor in constants.items() if tensor is not None}
         self._constants += [(dim, name, tensor) for name, tensor in copies.items()]
         counts = [sum(each.total for each in shards), *[each.total for each in shards]]
         return [
             own._replace(shape=(rows, own.shape[1]), **copies, **tensors)
-            for rows, tensors in zip(counts, wholes, strict=True)
+            for rows, tensors in zip(counts, full, strict=True)
         ]
 
     def buffers(self, dims: Collection[int], number: int) -> list[Buffer]:
@@ -168,9 +168,9 @@ class GatheredWeight:
         for buffer, _ in pairs:
             pytorch.alloc_storage(buffer.owner)
         sends, maps = [buffer.of(part) for buffer, part in pairs], [buffer.rows for buffer, _ in pairs]
-        wholes = [buffer.whole for buffer, _ in pairs]
-        with torch.no_grad(), pytorch.preserved_versions(wholes):
-            start_all_gather_rows(sends, maps, group, wholes, overlapped=False).wait()
+        full = [buffer.full for buffer, _ in pairs]
+        with torch.no_grad(), pytorch.preserved_versions(full):
+            start_all_gather_rows(sends, maps, group, full, overlapped=False).wait()
         self.set_constants(dims, parts[0])
 
 

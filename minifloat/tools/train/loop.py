@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from minifloat.comm.pytorch import own_rows
+from minifloat.comm.pytorch import local_rows
 from minifloat.functional import count_gemms
 from minifloat.nn.linear_state import LinearState
 from minifloat.tools.train.captured import CapturedStep, check_capture
@@ -175,7 +175,7 @@ def keep_last_good(state: TrainState, saver: Saver | None) -> str:
     """Saves the state if it is any good and says where."""
     if saver is None or state.step == 0:
         return "the run stops here"
-    bad = not all(bool(own_rows(parameter).isfinite().all()) for parameter in state.model.parameters())
+    bad = not all(bool(local_rows(parameter).isfinite().all()) for parameter in state.model.parameters())
     if state.ranks.any(bad, state.device):
         return "nothing is saved, because parameters are not finite either"
     try:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import own_rows, sharded_like
+from minifloat.comm.pytorch import local_rows, sharded_like
 from minifloat.nn.tensor_parallel import Partition
 from minifloat.optim.gradients import clip_grad_norm_
 from minifloat.tools.train.local_tensors import Chunk, LocalTensors
@@ -224,7 +224,7 @@ class Ranks:
             same = self.replicas.rank if by_rows else self.data.rank  # among the ranks that have the same rows
             if same or (self.tp.rank and cut is None):
                 continue
-            local = own_rows(tensor).detach()
+            local = local_rows(tensor).detach()
             own[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
             if by_rows or cut is not None:
                 chunks[name] = self._chunks(parameter)
@@ -252,7 +252,7 @@ class Ranks:
             if (cut := self.partition(parameter)) is not None:
                 result[name] = cut.cut(tensor)
             if self._by_rows(parameter):
-                own = self._own_rows(result[name], parameter).to(own_rows(parameter).device, copy=True)
+                own = self._own_rows(result[name], parameter).to(local_rows(parameter).device, copy=True)
                 result[name] = sharded_like(parameter, own)
         return result
 

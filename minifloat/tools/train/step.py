@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minifloat import MoE, autocast, cast_weights, router_losses
-from minifloat.comm.pytorch import own_rows
+from minifloat.comm.pytorch import local_rows
 from minifloat.nn.linear_state import LinearState
 from minifloat.tools.train.ranks import ALONE, Ranks
 from minifloat.tools.train.run import TrainConfig
@@ -78,7 +78,7 @@ def clipped_gradients(
             with torch.autograd.set_multithreading_enabled(False):
                 ((loss + router_losses(model)) * (config.loss_scale / config.accumulate)).backward()
             losses.append(loss.detach())
-    gradients = [own_rows(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [local_rows(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
     norm = ranks.clip(model, config.clip)
     return torch.stack((ranks.mean(torch.stack(losses).mean()), norm))
