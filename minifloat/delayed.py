@@ -113,7 +113,7 @@ def update(histories: Sequence[History], group: Group | None = None) -> None:
 
 @torch.no_grad()
 def _update_by_callables(history: History) -> None:
-    """The user's own algorithms, numerics 1.1 "unfused": always rolls, also when nothing was recorded."""
+    """Runs the user's own algorithms, numerics 1.1 "unfused": always rolls, also when nothing was recorded."""
     recipe, amaxes = history.recipe, history.amax_history
     if callable(recipe.amax_compute_algo):
         amax = _values_of("amax_compute_algo", recipe.amax_compute_algo(amaxes), history)
@@ -337,7 +337,7 @@ class Member:
 
 
 def in_order(newest: Member) -> list[Member]:
-    """``newest`` and those before it, the first one first."""
+    """Lists ``newest`` and those before it, the first one first."""
     members: list[Member] = []
     while newest.before is not None:
         members.append(newest)

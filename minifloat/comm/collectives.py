@@ -106,7 +106,7 @@ def wait_tensor(x: Tensor) -> Tensor:
 
 
 def _traced(x: Tensor) -> bool:
-    """``x`` is in a graph that is traced, which PyTorch 2.11 does not say inside of operations of a tensor of ours."""
+    """Whether ``x`` is in a traced graph, which PyTorch 2.11 does not say inside of operations of a tensor of ours."""
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
@@ -174,7 +174,7 @@ def start_all_gather_rows(
 
 
 def padded_rows(x: Tensor, rows: int) -> Tensor:
-    """``x`` followed by rows of any value, so that all ranks send as much."""
+    """Pads ``x`` with rows of any value, so that all ranks send as much."""
     if x.shape[0] == rows:
         return x
     padded = x.new_empty(rows, *x.shape[1:])
@@ -185,7 +185,7 @@ def padded_rows(x: Tensor, rows: int) -> Tensor:
 def _start_all_gather(
     sends: Sequence[Tensor], receives: Sequence[Tensor | None], group: Group, overlapped: bool
 ) -> Pending[list[Tensor]]:
-    """``sends``: uint8 [rows, bytes], contiguous, of one size on all ranks; ``receives``: [size * rows, bytes]."""
+    """Starts one for ``sends``: uint8 [rows, bytes], of one size on all ranks; ``receives``: [size * rows, bytes]."""
     if torch.compiler.is_compiling():
         gathered = _functional.all_gather_into_tensor_coalesced(list(sends), group.size, group.name)
         return Pending([], lambda: [_fill(into, wait_tensor(x)) for x, into in zip(gathered, receives, strict=True)])
@@ -245,7 +245,7 @@ def _without_padding(data: Tensor | None, x: Tensor, rows: ShardMap, target: Ten
 
 
 def all_gather_rows(x: Tensor, shards: ShardMap, group: Group) -> Tensor:
-    """``x`` [rows, ...] of every rank below each other, in any dtype; raises as ``check_sharded`` does."""
+    """Gathers ``x`` [rows, ...] of every rank below each other, in any dtype; raises as ``check_sharded`` does."""
     check_sharded("all_gather_rows", x, shards, group)
     return start_all_gather_rows([x], [shards], group, overlapped=False).wait()[0]
 
@@ -317,7 +317,7 @@ def start_all_reduce(x: Tensor, group: Group, *, mean: bool = False) -> Pending[
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' ``x``, in its own dtype, which may be in the memory of ``x``: use the result alone."""
+    """Sums ``x`` over all ranks, in its own dtype, which may be in the memory of ``x``: use the result alone."""
     return start_all_reduce(x, group).wait()
 
 

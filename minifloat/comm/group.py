@@ -76,7 +76,7 @@ _caches: dict[Callable[..., Any], Callable[..., Any]] = {}  # not in closures, w
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
-    """``functools.lru_cache`` outside of compiled code, which computes the value while it is traced.
+    """Caches as ``functools.lru_cache`` outside of compiled code, which computes the value while it is traced.
 
     What follows from row counts and formats takes longer to compute than a small tensor to send.
     """
@@ -120,12 +120,12 @@ class ShardMap:
 
     @classmethod
     def even(cls, rows: int, size: int) -> ShardMap:
-        """``size`` ranks of ``rows`` rows each."""
+        """Gives each of ``size`` ranks ``rows`` rows."""
         return cls((rows,) * size)
 
     @classmethod
     def chunks(cls, rows: int, size: int) -> ShardMap:
-        """``rows`` shared out as ``torch.chunk`` does: equally, rounded up; the last ranks may have fewer or none."""
+        """Shares ``rows`` out as ``torch.chunk`` does: equally, rounded up; the last ranks may have fewer or none."""
         most = -(-rows // size)
         return cls(tuple([max(0, min(most, rows - rank * most)) for rank in range(size)]))
 
@@ -146,7 +146,7 @@ class ShardMap:
 
     @property
     def is_even(self) -> bool:
-        """All ranks have equally many rows."""
+        """Whether all ranks have equally many rows."""
         return min(self.rows) == max(self.rows)
 
     def first(self, rank: int) -> int:
@@ -154,7 +154,7 @@ class ShardMap:
         return sum(self.rows[:rank])
 
     def end(self, rank: int) -> int:
-        """One past the last row of ``rank``."""
+        """Row after the last one of ``rank``."""
         return self.first(rank) + self.rows[rank]
 
     # ---- units ----
@@ -166,7 +166,7 @@ class ShardMap:
         return ShardMap(tuple([end - before for end, before in zip(ends, [0, *ends], strict=False)]))
 
     def aligned(self, unit: int) -> bool:
-        """No unit straddles ranks."""
+        """Whether no unit straddles ranks."""
         return self.whole_units(unit) == self
 
     def owner(self, row: int) -> int:
@@ -175,7 +175,7 @@ class ShardMap:
 
     @cached
     def sent(self, unit: int) -> tuple[tuple[int, ...], ...]:
-        """``[from][to]``: rows of straddling units that each rank sends to their owners, less than a unit a rank."""
+        """Counts, by ``[from][to]``, rows of straddling units that ranks send to their owners, below a unit each."""
         table = [[0] * self.size for _ in self.rows]
         for rank in range(self.size):
             first, end = self.first(rank), self.end(rank)
@@ -186,7 +186,7 @@ class ShardMap:
     # ---- what each rank holds of the quantized whole ----
 
     def sources(self, fmt: Format, dim: int) -> ShardMap:
-        """The rows that each rank casts: those of the units that it owns."""
+        """Rows that each rank casts: those of the units that it owns."""
         return self.whole_units(unit_rows(fmt, dim))
 
     def codes(self, fmt: Format, dim: int) -> ShardMap:
@@ -236,7 +236,7 @@ class ShardMap:
 
 
 def draw_apart(group: Group, function: Callable[..., T], x: Tensor, *args: object) -> T:
-    """``function(x, *args)``, which draws on the device of ``x`` what no other rank of the group draws.
+    """Calls ``function(x, *args)``, which draws on the device of ``x`` what no other rank of the group draws.
 
     All ranks of the group call it together. A compiler leaves it, and what it calls, to PyTorch.
     """

@@ -18,7 +18,7 @@ from minifloat.arguments import label_of
 
 
 def is_dtensor(t: Tensor) -> bool:
-    """``t`` is a DTensor, as FSDP2 makes them of parameters and gradients."""
+    """Whether ``t`` is a DTensor, as FSDP2 makes them of parameters and gradients."""
     return hasattr(t, "device_mesh")
 
 

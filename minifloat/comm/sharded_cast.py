@@ -191,7 +191,7 @@ def _given(amaxes: Amaxes, sources: Sequence[Tensor], x: Tensor, quantizers: Seq
 
 
 def _cast_values_of(rowwise: Operand, quantizer: Quantizer, shards: ShardMap, group: Group) -> Operand | None:
-    """The columnwise operand of a chained quantizer: a second sharded cast, of what the rowwise one stands for."""
+    """Makes the columnwise operand of a chained quantizer: a second cast, of what the rowwise one stands for."""
     unit = unit_rows(rowwise.format, ROWWISE)
     owned = shards.whole_units(unit).rows[group.rank], rowwise.shape[1]
     values = _return_rows(rowwise._replace(shape=owned).dequantize(), unit, shards, group)
@@ -240,7 +240,7 @@ def _shared_amaxes(quantizer: Quantizer) -> tuple[int, ...]:
 
 
 def owned_rows(x: Tensor, unit: int, shards: ShardMap, group: Group) -> Tensor:
-    """The rows of the units that this rank owns: sends those of units that began on earlier ranks there."""
+    """Returns the rows of the units that this rank owns: sends those of units that began on earlier ranks there."""
     if shards.aligned(unit):
         return x
     sent = shards.sent(unit)
@@ -375,7 +375,7 @@ def _gemm_layout(operand: Operand, dim: int) -> Operand:
 
 
 def _transposed(codes: Tensor) -> Tensor:
-    """``codes`` [M, K] with M consecutive in memory."""
+    """Copies ``codes`` [M, K] with M consecutive in memory."""
     if directly(codes) != "cuda" or codes.numel() == 0:
         return codes.t().contiguous().t()
     from minifloat.ops.matmul.kernels import k_major_copy  # which needs Triton

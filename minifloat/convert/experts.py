@@ -67,7 +67,7 @@ class ExpertLinear(GroupedLinear):
         return weight.transpose(1, 2) if self.transposed else weight
 
     def _bias_vector(self) -> Tensor | None:
-        """b [E, N]."""
+        """Returns b [E, N]."""
         return getattr(self.experts, f"{self.parameter}_bias") if self.biased else None
 
     def reset_parameters(self) -> None:
@@ -86,7 +86,7 @@ class _GroupedExperts(nn.Module):
     down_linear: ExpertLinear
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Y [T, H]: of each token of X [T, H] the sum of its k experts' results, times their weights [T, k].
+        """Computes Y [T, H]: of each token of X [T, H] the sum of its k experts' results, times their weights [T, k].
 
         Where neither projection has a recipe in force it is the forward that the experts had before.
         """
@@ -114,7 +114,7 @@ class _GroupedExperts(nn.Module):
 
 
 def _computes(linear: ExpertLinear) -> bool:
-    """A recipe is in force, or ``autocast`` calibrates the layer."""
+    """Whether a recipe is in force, or ``autocast`` calibrates the layer."""
     context = current()
     calibrates = context is not None and context.calibrating and linear.recipe is None
     return calibrates or recipe_in_force(linear) is not None
@@ -129,7 +129,7 @@ class _ExpertsType(type):
 
 @lru_cache(MOST_CLASSES)
 def _grouped(old: Any) -> Any:
-    """The class that experts of class ``old`` get: a subclass, which keeps its gate and is an instance for others."""
+    """Makes the class that experts of class ``old`` get: a subclass, which keeps its gate."""
     members = {"__module__": __name__, "__doc__": _GroupedExperts.__doc__}
     return _ExpertsType(f"Grouped{old.__name__}", (_GroupedExperts, old), members)
 
@@ -145,7 +145,7 @@ copyreg.pickle(_ExpertsType, _reduce)
 
 
 def are_experts(module: nn.Module) -> bool:
-    """The module has the parameters of transformers' experts, converted or not."""
+    """Whether the module has the parameters of transformers' experts, converted or not."""
     computed = module._modules.get("parametrizations")
     held = {**module._parameters, **({} if computed is None else computed._modules)}
     weights = [held.get(name) for name in _PROJECTIONS]
@@ -194,7 +194,7 @@ def _parameters_obstacle(module: nn.Module) -> str | None:
 
 
 def expert_linears(experts: nn.Module, names: Sequence[str]) -> list[tuple[tuple[str, ...], ExpertLinear]]:
-    """Both projections, with their dotted names: linears that are not part of ``experts`` yet."""
+    """Lists both projections, with their dotted names: linears that are not part of ``experts`` yet."""
     found = []
     for parameter in _PROJECTIONS:
         own = tuple(f"{name}.{parameter}" if name else parameter for name in names)

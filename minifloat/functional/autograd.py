@@ -15,14 +15,14 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """``function.apply(*args)``, one result or a tuple; eager code skips ten Python calls that ``torch.func`` needs."""
+    """Calls ``function.apply(*args)``; eager code skips ten Python calls that ``torch.func`` needs."""
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def exporting() -> bool:
-    """``torch.compiler.is_exporting()``, which Dynamo of PyTorch 2.11 takes for True in every graph."""
+    """Whether ``torch.compiler.is_exporting()``, which Dynamo of PyTorch 2.11 takes for True in every graph."""
     return torch.compiler._is_exporting_flag
 
 
@@ -48,7 +48,7 @@ def _with_gradient(x: Any) -> Any:
 
 
 def as_output(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """``y`` of ``shape``, in its own memory and no view: autograd refuses in-place operations on a function's views.
+    """Gives ``y`` its ``shape``, not as a view: autograd refuses in-place operations on views that functions return.
 
     The result has a version counter of its own, so that nothing else that backward reads may share its memory: what
     backward reads of an output is saved as that output.
@@ -58,7 +58,7 @@ def as_output(y: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def guarded(x: Tensor) -> Tensor:
-    """``x`` for ``save_for_backward``, of a function whose caller may change ``x`` in place before backward.
+    """Guards ``x`` for ``save_for_backward``, of a function whose caller may change ``x`` in place before backward.
 
     Autograd then raises in eager code. Compiled code does not: its backward would read the changed values (PyTorch 2.11
     to 2.15), so there a copy is saved. Inductor removes copies that change nothing; other backends keep them.
@@ -83,7 +83,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocast_to(x: Tensor) -> Tensor:
-    """``x`` in its :func:`autocast_dtype`; ``x`` itself where it has that already."""
+    """Casts ``x`` to its :func:`autocast_dtype`; ``x`` itself where it has that already."""
     return x.to(autocast_dtype(x))
 
 

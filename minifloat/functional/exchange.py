@@ -115,7 +115,7 @@ class Local(TensorParallel):
     # ---- backward ----
 
     def bias_gradient(self, spec: Spec, dy: Tensor) -> Any:
-        """db [N], summed over the ranks; the sum may go on."""
+        """Computes db [N], summed over the ranks; the sum may go on."""
         return as_matrix(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy).sum(0)
 
     def quantize_dy(
@@ -139,14 +139,14 @@ class Local(TensorParallel):
         return x if spec.again is None else cast_with(x.codes, spec.again, scale).along(COLUMNWISE)
 
     def dgrad(self, spec: Spec, dy: Any, w: Operand) -> Any:
-        """dX [M, K], summed over the ranks; the sum may go on during wgrad."""
+        """Computes dX [M, K], summed over the ranks; the sum may go on during wgrad."""
         dy_rows = dy.rowwise or dy.along(ROWWISE)
         return spec.multiply("dgrad", dy_rows, w, spec.options.dtype, None, spec.config.fast_dgrad)
 
     def wgrad(
         self, spec: Spec, dy: Operand, x: Any, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        """dW [N, K]; to ``out``, or added to it."""
+        """Computes dW [N, K]; to ``out``, or added to it."""
         x = self.dequantized(x) if spec.override == "dequantized" else x
         return spec.multiply("wgrad", dy, x, dtype, None, spec.config.fast_wgrad, out, accumulate)
 

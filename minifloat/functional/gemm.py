@@ -31,7 +31,7 @@ def fprop(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """Y [M, N] = X W^T + bias, contracting K: both operands rowwise. The bias is added in fp32, before rounding.
+    """Computes Y [M, N] = X W^T + bias, contracting K: both operands rowwise. The bias is added in fp32.
 
     Operands of groups (:func:`~minifloat.functional.quantize_groups`) are multiplied group by group: X [M, K] or dY
     [M, N] by W [G N, K], with biases [G, N].
@@ -54,7 +54,7 @@ def dgrad(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """dX [M, K] = dY W, contracting N: dY rowwise, W columnwise."""
+    """Computes dX [M, K] = dY W, contracting N: dY rowwise, W columnwise."""
     return multiply("dgrad", dy.along(ROWWISE), w.along(COLUMNWISE), out_dtype, None, fast_accum, out, accumulate)
 
 
@@ -67,7 +67,7 @@ def wgrad(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """dW [N, K] = dY^T X, contracting M: both operands columnwise; of groups dW [G, N, K]."""
+    """Computes dW [N, K] = dY^T X, contracting M: both operands columnwise; of groups dW [G, N, K]."""
     return multiply("wgrad", dy.along(COLUMNWISE), x.along(COLUMNWISE), out_dtype, None, fast_accum, out, accumulate)
 
 
@@ -81,7 +81,7 @@ def multiply(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """fprop, dgrad or wgrad of its two operands.
+    """Computes fprop, dgrad or wgrad of two operands.
 
     Raises:
         ValueError: one is not quantized along the contracted dim; with a square matrix this would go unnoticed.
@@ -113,7 +113,7 @@ def multiply_eager(
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
-    """:func:`multiply` where no compiler traces it: by a product that is prepared once for each pair of formats."""
+    """Multiplies as :func:`multiply` where no compiler traces it, by a product prepared once for each kind."""
     if a.offsets is not None or b.offsets is not None:
         return multiply_groups(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
     a_along, m, b_along, n = check_operands(gemm, a, b)
@@ -208,7 +208,7 @@ def _high_precision(
     gemm: str, a: Operand, a_along: int, b: Operand, b_along: int, out_dtype: torch.dtype, bias: Tensor | None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """A product with an operand that was left in high precision: the other is dequantized.
+    """Multiplies with an operand that was left in high precision: the other is dequantized.
 
     ``out``: it may be written there. A GPU multiplies 16-bit values for an fp32 result without a copy of them in fp32.
     """

@@ -106,7 +106,7 @@ def gradients(
     spec: Spec, exchange: Local, source: LocalWeight, dy: Any, x: Operand | None, w: Operand | None,
     x_scale: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``x``, ``w``: as forward saved them.
+    """Computes dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``x``, ``w``: as forward saved them.
 
     What is gathered for wgrad is gathered during dgrad, and dX is summed over the ranks during wgrad.
     """
@@ -131,7 +131,7 @@ def output(spec: Spec, exchange: Local, y: Tensor, x_shape: Sequence[int], delay
 
 
 def grad_input(spec: Spec, dx: Tensor, x_shape: Sequence[int], delayed: DelayedCall | None) -> Tensor:
-    """dX [M, K] in the shape of X, quantized if that is wanted."""
+    """Gives dX [M, K] the shape of X, quantized if that is wanted."""
     if not spec.eager or dx.shape != x_shape or not dx.is_contiguous() or dx._is_view():
         dx = as_output(dx, x_shape)
     quantizes = spec.options.quantize_grad_input

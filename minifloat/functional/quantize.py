@@ -341,7 +341,7 @@ def reuse(x: Tensor, quantizer: Quantizer) -> Quantized | None:
 
 
 def holds(operands: Quantized, quantizer: Quantizer) -> bool:
-    """There are operands of the formats of ``quantizer`` for the dims that it wants."""
+    """Whether there are operands of the formats of ``quantizer`` for the dims that it wants."""
     for dim, wanted in ((ROWWISE, quantizer.rowwise), (COLUMNWISE, quantizer.columnwise)):
         if wanted and not any(o is not None and o.serves(dim) and o.format == quantizer.format(dim) for o in operands):
             return False

@@ -331,7 +331,7 @@ class Kernel:
                 self._launch(device, programs, tensors, integers, constants, warps)
 
     def by_table(self, tensors: Tensors) -> bool:
-        """A launch on these takes its arguments from a table."""
+        """Whether a launch on these takes its arguments from a table."""
         first = tensors[0]
         return self.table and isinstance(first, tuple) and len(first) > MOST_BY_VALUE
 

@@ -219,7 +219,7 @@ class QuantizedRows(QuantizedTensor):
 
     @property
     def holds_own_matrix(self) -> bool:
-        """The operands are of these rows, not of more."""
+        """Whether the operands are of these rows, not of more."""
         return self.cover.exact and super().holds_own_matrix
 
     @property

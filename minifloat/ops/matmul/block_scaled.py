@@ -47,7 +47,7 @@ def operands(a: Any, b: Any, direct: bool) -> tuple[Sequence[Tensor], Scales]:
 
 
 def is_direct(a: Format, b: Format, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
-    """The library gives the result; else it gives fp32, to be multiplied by factors of rows, added to, rounded once."""
+    """Whether the library gives the result; else fp32, to be multiplied by factors of rows, added to, rounded once."""
     return bias is None and out_dtype != torch.float16 and not (a.amax_per_row or b.amax_per_row)
 
 

@@ -108,7 +108,7 @@ def _fits(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, scaled: int, o
 
 
 def _are_scales(scales: Tensor, scaled: int, outer: int, depth: int) -> bool:
-    """They are those of an operand [outer, depth]; of strips those of all rows are adjacent in memory."""
+    """Whether they are those of an operand [outer, depth]; of strips those of all rows are adjacent in memory."""
     if scaled == ONE:
         return scales.dtype == torch.float32 and scales.numel() == 1
     return scales.dtype == torch.float32 and scales.shape == (outer, -(-depth // 128)) and scales.t().is_contiguous()

@@ -25,7 +25,7 @@ LARGEST = torch.finfo(torch.bfloat16).max
 
 
 def is_direct(a: Format, b: Format, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
-    """The product of :func:`values` is the result: no factor or bias is left to be applied to fp32 sums."""
+    """Whether the product of :func:`values` is the result: no factor or bias is left to be applied to fp32 sums."""
     scaled = all(fmt.block and fmt.scaling.power_of_two for fmt in (a, b))
     return scaled and bias is None and out_dtype == torch.bfloat16
 

@@ -187,7 +187,7 @@ class FoldSource(NamedTuple):
 
     @property
     def k_major(self) -> bool:
-        """The other dim of the codes is consecutive in memory."""
+        """Whether the other dim of the codes is consecutive in memory."""
         return self.codes.stride(1) != 1
 
 

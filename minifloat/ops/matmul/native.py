@@ -46,7 +46,7 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
 
 
 def takes_as_stored(codes: Tensor, along: int, outer: int) -> bool:
-    """A GPU's library multiplies FP8 codes as they are in memory, for ``outer`` rows or columns of the product.
+    """Whether a GPU's library multiplies FP8 codes as they are in memory, for ``outer`` rows or columns of the product.
 
     Asked by compilers. False where a size is a symbol that need not fit: a guard on it would compile again for others.
     """
@@ -114,7 +114,7 @@ def block128_operand(x: Any) -> tuple[Tensor, Tensor]:
 
 
 def block128_is_direct(bias: Tensor | None, out_dtype: torch.dtype) -> bool:
-    """The library gives the result; else it gives fp32, to be rounded once."""
+    """Whether the library gives the result; else it gives fp32, to be rounded once."""
     return bias is None and out_dtype != torch.float16
 
 

@@ -202,7 +202,7 @@ class FusedCodes(NamedTuple):
 
 
 def casts_blocks(fmt: Format) -> bool:
-    """The cast of a block needs nothing but the block, and there are kernels for it."""
+    """Whether the cast of a block needs nothing but the block, and there are kernels for it."""
     return fmt.scaling.own and fmt.transform == "none" and 16 <= fmt.block <= 256
 
 

@@ -289,7 +289,7 @@ def choose(
 
 
 def gives_values(fmt: Format, x: Tensor) -> bool:
-    """``x`` may be cast to values in lieu of codes: they are numbers of bf16 (``matmul/emulated.py``)."""
+    """Whether ``x`` may be cast to values in lieu of codes: they are numbers of bf16 (``matmul/emulated.py``)."""
     return not fmt.tile and fmt.scaling.own and fmt.scaling.power_of_two and x.dtype != torch.float32
 
 

@@ -108,7 +108,7 @@ def cast(
 
 
 def gives_values(fmt: Format, level: Tensor | None, x: Tensor) -> bool:
-    """A cast may give bf16 values in lieu of codes."""
+    """Whether a cast may give bf16 values in lieu of codes."""
     if fmt.scale_rule == "two_level":
         return nvfp4.gives_values(fmt, x)
     return level is None and casts_blocks(fmt) and blocks.gives_values(fmt, x)
@@ -133,7 +133,7 @@ def check(x: Tensor, level: Tensor | None, fmt: Format, dim: int) -> None:
 
 
 def _one_pass(job: CastJob, column: CastTarget, rng: Tensor | None) -> bool:
-    """One kernel makes the rowwise operand of ``job`` and this columnwise one."""
+    """Whether one kernel makes the rowwise operand of ``job`` and this columnwise one."""
     row = job.row
     if row is None or job.column is not None or column.dim != COLUMNWISE:
         return False

@@ -64,7 +64,7 @@ class CastJob(NamedTuple):
 
     @property
     def sharded(self) -> bool:
-        """The random bits are those of rows of a larger tensor."""
+        """Whether the random bits are those of rows of a larger tensor."""
         return self.rng is not None and self.rng.numel() == 3
 
 

@@ -255,7 +255,7 @@ def cast(jobs: Sequence[CastJob], noop: Tensor | None, choice: Tile | None = Non
 
 
 def gives_values(fmt: Format, x: Tensor) -> bool:
-    """``x`` may be cast to bf16 values in lieu of codes: these times the scales of their blocks."""
+    """Whether ``x`` may be cast to bf16 values in lieu of codes: these times the scales of their blocks."""
     return not fmt.tile and fmt.rounding in ("nearest", "stochastic") and aligned(x.shape)
 
 
