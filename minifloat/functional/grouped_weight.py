@@ -24,21 +24,12 @@ from minifloat.quantizer import Quantizer
 from minifloat.tensor import Gatherer, QuantizedTensor, operand_ops
 
 
-class _Places(NamedTuple):
-    """How one tensor of the operands of groups lies in that of all: the shape of each, and the rows between them."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    gaps: tuple[int, ...]
-
-
 @cached
-def _places(name: layout.Name, fmt: Format, dim: int, rows: int, cols: int, groups: int) -> _Places:
-    """Those of the tensor ``name``."""
-    end, *shape = layout.shape(name, fmt, dim, groups * rows, cols, groups)
+def _gaps(name: layout.Name, fmt: Format, dim: int, rows: int, cols: int, groups: int) -> list[int]:
+    """Rows of the tensor ``name`` of groups between the end of each and the next, or the end of all."""
     places = [layout.own_rows(name, fmt, dim, group * rows, rows, group) for group in range(groups)]
-    starts, ends = [*[place.start for place in places], end], [0, *[place.stop for place in places]]
-    gaps = tuple([start - stop for start, stop in zip(starts, ends, strict=True)])
-    return _Places(tuple([(place.stop - place.start, *shape) for place in places]), gaps)
+    starts = [*[place.start for place in places[1:]], layout.shape(name, fmt, dim, groups * rows, cols, groups)[0]]
+    return [start - place.stop for start, place in zip(starts, places, strict=True)]
 
 
 def _join(name: layout.Name, operands: Sequence[Operand]) -> Tensor | None:
@@ -47,14 +38,15 @@ def _join(name: layout.Name, operands: Sequence[Operand]) -> Tensor | None:
     like: Tensor | None = getattr(first, name)
     if like is None:
         return None
-    shapes, gaps = _places(name, first.format, first.dim, *first.shape, len(operands))
-    zeros = {gap: like.new_zeros(gap, *shapes[0][1:]) for gap in set(gaps)}
+    gaps = _gaps(name, first.format, first.dim, *first.shape, len(operands))
+    zeros = like.new_zeros(max(gaps), *layout.row_shape(name, first.format, first.dim, first.shape[1]))
     pieces: list[Tensor] = []
-    for gap, shape, operand in zip(gaps, shapes, operands, strict=False):
+    for operand, gap in zip(operands, gaps, strict=True):
         own = getattr(operand, name)
-        pieces += [zeros[gap]] * (gap > 0)
-        pieces.append(own if own.shape == shape else own.reshape(shape))
-    return torch.cat([*pieces, zeros[gaps[-1]]])
+        pieces.append(own[None] if own.dim() < zeros.dim() else own.flatten(zeros.dim() - 1))
+        if gap:
+            pieces.append(zeros[:gap])
+    return torch.cat(pieces)
 
 
 def join(operands: Sequence[Operand]) -> Operand:
@@ -79,11 +71,9 @@ def with_rows_consecutive(weight: Operand) -> Operand:
         room[..., :rows] = codes.view(groups, rows, cols).permute(2, 0, 1)
         codes = room.view(cols, groups * (rows + unit))
     else:
-        _, gaps = _places("codes", weight.format, COLUMNWISE, rows, cols, groups)
-        pieces = [
-            torch.nn.functional.pad(own.t(), (0, gap)) for own, gap in zip(codes.split(rows), gaps[1:], strict=True)
-        ]
-        codes = torch.cat(pieces, 1)
+        gaps = _gaps("codes", weight.format, COLUMNWISE, rows, cols, groups)
+        pieces = zip(codes.split(rows), gaps, strict=True)
+        codes = torch.cat([torch.nn.functional.pad(own.t(), (0, gap)) for own, gap in pieces], 1)
     return weight._replace(codes=codes.t(), dim=COLUMNWISE)
 
 
@@ -247,7 +237,8 @@ def stack_weights(weights: Sequence[Any], joined: JoinedWeights | None) -> Tenso
         operands = of_all([weight._operands for weight in weights], SeparateOperands.of)
         make = partial(_quantized_as_one, weights, operands)
     elif _are_neighbours(weights):
-        make = partial(_neighbours_as_one, weights)
+        first = weights[0]
+        make = partial(first.detach().as_strided, (len(weights), *first.shape), (first.numel(), *first.stride()))
     else:
         return torch.stack(list(weights))
     return apply(_Stacked, make, *weights)
@@ -259,11 +250,6 @@ def _quantized_as_one(weights: Sequence[QuantizedTensor], operands: Quantized) -
     gatherers = [each.gatherer for each in weights if each.gatherer is not None]
     whole.gatherer = _Gatherers(gatherers) if gatherers else None
     return whole
-
-
-def _neighbours_as_one(weights: Sequence[Tensor]) -> Tensor:
-    first = weights[0].detach()
-    return first.as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
 
 
 def _are_neighbours(weights: Sequence[Tensor]) -> bool:

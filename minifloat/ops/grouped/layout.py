@@ -118,8 +118,8 @@ def shape(name: Name, fmt: Format, dim: int, rows: int, cols: int, groups: int) 
 
 def own_rows(name: Name, fmt: Format, dim: int, offset: int, rows: int, group: int) -> slice:
     """Where in it a group of ``rows`` rows from ``offset`` on is."""
-    where = place(name, fmt, dim)
-    first = where.at(offset, group)
-    if where.unit > 1 and fmt.transform == "hadamard16":
+    unit, by_unit, by_group, _ = place(name, fmt, dim)
+    first = offset // unit * by_unit + group * by_group
+    if unit > 1 and fmt.transform == "hadamard16":
         rows = reference.rotated_rows(rows)
-    return slice(first, first + (-(-rows * where.by_unit // where.unit) if where.by_unit else 1))
+    return slice(first, first + (-(-rows * by_unit // unit) if by_unit else 1))
