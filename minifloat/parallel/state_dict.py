@@ -107,7 +107,7 @@ class Layout:
         self.shares = _etp_shares(model)
 
     def of(self, key: str, tensor: Tensor) -> list[Entry]:
-        """The entries of a parameter or buffer, which says itself how it is cut."""
+        """Lists the entries of a parameter or buffer, which says itself how it is cut."""
         sharded = getattr(tensor, "tensor_model_parallel", False)
         dim: int | None = tensor.partition_dim if sharded else None  # type: ignore[attr-defined]
         size, lengths = (self.group.size, tensor.partition_parts) if sharded else (1, (0,))  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ class Layout:
     def _entry(
         self, key: str, rows: slice | None, sizes: tuple[int, ...], dim: int | None, extent: int, share: Share | None
     ) -> Entry:
-        """The rectangle of a rank's ``share`` of its tensor-parallel piece along ``dim``, ``extent`` in the whole."""
+        """Finds the rectangle of a ``share`` of a tensor-parallel piece along ``dim``, ``extent`` in full."""
         offsets, shape = [0] * len(sizes), list(sizes)
         if share is not None:
             shape[share[0]], offsets[share[0]] = share[1], share[2].start
@@ -153,7 +153,7 @@ def _etp_shares(model: nn.Module) -> dict[Tensor, Share]:
 
 
 def _fsdp_share(key: str, sharded: DTensor) -> Share:
-    """The rows that this rank has of a parameter that FSDP2 shards."""
+    """Finds the rows that this rank has of a parameter that FSDP2 shards."""
     sizes, offsets = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
     if sizes[1:] != sharded.shape[1:]:
         raise ValueError(
@@ -164,7 +164,7 @@ def _fsdp_share(key: str, sharded: DTensor) -> Share:
 
 
 def _tensor_parallel_group(model: nn.Module) -> Group:
-    """The one that the model's layers are sharded over; of one rank if they are not."""
+    """Finds the group that the model's layers are sharded over; of one rank if they are not."""
     found: dict[Group, str] = {}
     for name, module in model.named_modules():
         exchange = getattr(module, "_exchange", None)
@@ -224,7 +224,7 @@ class SavedShard(torch.Tensor):
 
     @staticmethod
     def of(local: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> SavedShard:
-        """The part of a tensor of ``shape`` that begins at ``offsets``, one for each dim."""
+        """Makes the part of a tensor of ``shape`` that begins at ``offsets``, one for each dim."""
         self: SavedShard = torch.Tensor._make_wrapper_subclass(
             SavedShard, tuple(shape), dtype=local.dtype, device=local.device
         )
@@ -233,7 +233,7 @@ class SavedShard(torch.Tensor):
         return self
 
     def data_ptr(self) -> int:
-        """0, by which PyTorch's Python code knows a tensor without memory of its own."""
+        """Returns 0, by which PyTorch's Python code knows a tensor without memory of its own."""
         return 0
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -257,7 +257,7 @@ class SavedShard(torch.Tensor):
         return [write_item(fqn, whole, chunk) for chunk in self._chunks()]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What this rank loads: a write, which a rank without rows must notice as the others do."""
+        """Lists what this rank loads: a write, which a rank without rows must notice as the others do."""
         if not self.local.is_inference():
             torch.autograd.graph.increment_version(self.local)
         return self._chunks()
@@ -267,7 +267,7 @@ class SavedShard(torch.Tensor):
         return [saved_chunk(self.offsets, self.local.shape)] if self.local.numel() or first_of_none else []
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The memory that is read and written."""
+        """Returns the memory that is read and written."""
         return self.local
 
 
@@ -276,7 +276,7 @@ torch.serialization.add_safe_globals([SavedShard])
 
 @checked
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` with a :class:`SavedShard` of each tensor of which ranks have different parts.
+    """Returns ``model.state_dict()`` with a :class:`SavedShard` of each tensor of which ranks have different parts.
 
     The rest are plain tensors. All are the memory of the model: what is loaded into them is loaded into it, but for
     delayed scaling's histories of another length and for quantized parameters, which :func:`load_sharded_state_dict`
@@ -315,7 +315,7 @@ def _check_histories(model: nn.Module) -> None:
 
 @checked
 def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """``model.load_state_dict`` of what :func:`sharded_state_dict` of this model gave, whatever is in it by now.
+    """Loads what :func:`sharded_state_dict` of this model gave, whatever is in it by now, by ``load_state_dict``.
 
     An entry may also be the whole as a plain tensor, as an unsharded model's ``sharded_state_dict`` has it.
 
@@ -369,7 +369,7 @@ def load_sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, st
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Entry, Tensor]]:
-    """Key in the state dict, which rows of what, and this rank's tensor of these, in the model's order."""
+    """Lists keys, rectangles and this rank's tensors of them, in the model's order."""
     layout = Layout(model)
     for key, parameter in model.named_parameters():
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -385,7 +385,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple
 
 
 def _init_optimizer_state(optimizer: Optimizer) -> None:
-    """State as of new parameters, whose values stay as they are.
+    """Gives the optimizer the state of new parameters, whose values stay as they are.
 
     Raises:
         ValueError: a parameter is quantized: a step would cast it again, and the state is that of master weights.

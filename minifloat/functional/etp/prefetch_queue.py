@@ -100,7 +100,7 @@ class PrefetchQueue:
     # ---- passes ----
 
     def begin_use(self, source: EtpWeight) -> None:
-        """A forward is about to use ``source``: in a new pass, if it was used in this one and no gradient follows."""
+        """Notes that a forward uses ``source``: in a new pass, if it was used in this one and no gradient follows."""
         if self._in_backward():
             return
         grad = torch.is_grad_enabled()
@@ -150,7 +150,7 @@ class PrefetchQueue:
         return pending.wait()
 
     def _find(self, key: Key, cast: int) -> Pending[list[Quantized]] | None:
-        """What was started for this step; what was to be used before it is dropped."""
+        """Finds what was started for this step; drops what was to be used before it."""
         if capturing() and self.in_graph is None:
             self._prefetched.clear()  # started outside of the graph, which cannot wait for it
         while self._prefetched:
@@ -226,7 +226,7 @@ class PrefetchQueue:
             self._finish_all()
 
     def sum_at_once(self, run: Callable[[], Tensor]) -> Tensor:
-        """What a short collective over the group gives, which the backward waits for, as of the gradient of a norm."""
+        """Runs a short collective over the group, which the backward waits for, as of the gradient of a norm."""
         total = run()
         self._sums += 1
         if self._reduced is not None and self._sums >= self._reduced.sums_after:
@@ -234,7 +234,7 @@ class PrefetchQueue:
         return total
 
     def _next_reduction(self) -> None:
-        """The one before is started at the latest here."""
+        """Starts the one before at the latest here."""
         self._start_reduction()
         if self._reduced is not None:
             self._reduced.sums_after, self._reduced = self._sums, None
@@ -259,7 +259,7 @@ class PrefetchQueue:
     # ---- the end of a pass ----
 
     def _in_backward(self) -> bool:
-        """A backward is running; the outermost one that the queue knows of ends the pass."""
+        """Whether a backward is running; the outermost one that the queue knows of ends the pass."""
         self._drop_failed()
         if self._end_of_backward is None and _graph_task() != -1:
             callback = partial(self._end)
@@ -285,7 +285,7 @@ class PrefetchQueue:
         self._end_prediction()
 
     def fail(self) -> None:
-        """Nothing is added to gradients of a backward that has raised."""
+        """Drops what a backward that has raised would add to gradients."""
         self._to_start = self._reduced = None
         self._reducing.clear()  # unwaited: a rank that has raised earlier may never take part
         self._prefetched.clear()
@@ -297,7 +297,7 @@ class PrefetchQueue:
         self.sums.clear()  # of a backward that does not accumulate them, as torch.autograd.grad
 
     def _end_prediction(self) -> None:
-        """Nothing follows what was gathered last, be it that something once did."""
+        """Forgets what followed the latest gather, and predicts nothing after it."""
         while self._prefetched:
             self._drop(self._prefetched.popleft())
         if self._latest is not None and (source := self._latest[1]()) is not None:
@@ -320,5 +320,5 @@ _queues: WeakKeyDictionary[dist.ProcessGroup, PrefetchQueue] = WeakKeyDictionary
 
 
 def queue_of(group: Group) -> PrefetchQueue:
-    """The one of a group as long as that exists: whoever gathers over it does so in one order."""
+    """Returns the one of a group, as long as that exists: whoever gathers over it does so in one order."""
     return _queues.setdefault(group.process_group, PrefetchQueue())

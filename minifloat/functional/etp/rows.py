@@ -112,7 +112,7 @@ class EtpRows(ShardedRows):
         self.sharding = Sharding(group, ShardMap.chunks(rows, group.size), reduction, count, replicas)
 
     def _sizes(self) -> tuple[int, int]:
-        """The rows of a matrix, and how many there are."""
+        """Counts the rows of a matrix, and the matrices."""
         return sum(self.lengths), 1
 
     # ---- as they are cast, and as products read them ----
@@ -121,22 +121,22 @@ class EtpRows(ShardedRows):
         return [_parameter(self.layer, name) for name in self.names]
 
     def join(self, matrices: Sequence[Quantized]) -> Quantized:
-        """The operands of the weight from those of its matrices, as products read them."""
+        """Joins the operands of the matrices to those of the weight, as products read them."""
         return matrices[0]
 
     def part(self, matrices: Sequence[Quantized]) -> Quantized:
-        """The same of these rows, which are saved: in the memory of the matrices."""
+        """Joins those of this rank's rows, which are saved, in the memory of the matrices."""
         return matrices[0]
 
     def gradients(self, gradients: Tensor) -> Iterable[tuple[Any, Tensor]]:
-        """The parameters with their gradients, from those of :meth:`matrices`, [matrices, n, K]."""
+        """Pairs parameters with their gradients, from those of :meth:`matrices`, [matrices, n, K]."""
         parameters = self.parameters()
         return zip(parameters, gradients[0].split([each.shape[0] for each in parameters]), strict=True)
 
     # ---- as a layer keeps them ----
 
     def range(self, place: int, rank: int | None = None) -> slice:
-        """A rank's rows, by default this one's, of the parameter number ``place``, counted in the full one."""
+        """Finds a rank's rows, by default this one's, of the full parameter number ``place``."""
         shards, rank = self.sharding.shards, self.sharding.group.rank if rank is None else rank
         before, length = self._before(place), self.lengths[place]
         begin, end = (min(max(row - before, 0), length) for row in (shards.first(rank), shards.end(rank)))
@@ -147,12 +147,12 @@ class EtpRows(ShardedRows):
         return sum(self.lengths[:place])
 
     def extents(self) -> dict[str, tuple[int, slice]]:
-        """Of each parameter by name the rows of the full one, its dim -2, and which of them this rank has."""
+        """Lists by name how many rows the full parameter has, in dim -2, and which of them this rank."""
         named = enumerate(zip(self.names, self.lengths, strict=True))
         return {name: (length, self.range(place)) for place, (name, length) in named}
 
     def cut(self, place: int, full: Tensor) -> Tensor:
-        """These rows of the parameter number ``place``, in memory of their own; quantized as the full one is."""
+        """Copies these rows of the parameter number ``place``; quantized as the full one is."""
         own, group = self.range(place), self.sharding.group
         if not isinstance(full, QuantizedTensor):
             return full[..., own, :].clone()
@@ -162,7 +162,7 @@ class EtpRows(ShardedRows):
         return rows
 
     def parameter(self, place: int, full: nn.Parameter) -> nn.Parameter:
-        """That of these rows, with the attributes of the full one but the gradient of all rows."""
+        """Makes the parameter of these rows, with the attributes of the full one but the gradient of all rows."""
         parameter = nn.Parameter(self.cut(place, full.detach()), requires_grad=full.requires_grad)
         if isinstance(full, QuantizedTensor) and isinstance(parameter, QuantizedTensor):
             initial = full.get_high_precision_init_val()
@@ -213,7 +213,7 @@ class EtpRows(ShardedRows):
 
 
 class ExpertRows(EtpRows):
-    """The same of the weights of experts, [N, K] each, of a parameter for each or of one [G, N, K]: of all alike."""
+    """This rank's rows of the weights of experts, [N, K] each, of one parameter each or [G, N, K]: of all alike."""
 
     def _sizes(self) -> tuple[int, int]:
         first = self.parameters()[0]
@@ -238,7 +238,7 @@ class ExpertRows(EtpRows):
 
 
 def _parameter(module: nn.Module, name: str) -> Any:
-    """What has the dotted ``name``: a parameter, past ``nn.Module.__getattr__``, which is slow, or what replaced it."""
+    """Finds what has the dotted ``name``: a parameter, past the slow ``nn.Module.__getattr__``, or what replaced it."""
     *path, own = name.split(".")
     for each in path:
         module = module._modules[each]  # type: ignore[assignment]

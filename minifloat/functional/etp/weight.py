@@ -68,12 +68,12 @@ class EtpWeight:
         self._keeps_cast = False
 
     def __reduce__(self) -> tuple[type[EtpWeight], tuple[EtpRows]]:
-        """A copy, or a file, has the rows alone."""
+        """Copies and pickles the rows alone."""
         return EtpWeight, (self.rows,)
 
     @property
     def sharding(self) -> Sharding:
-        """How rows are shared out."""
+        """The sharding of the rows."""
         return self.rows.sharding
 
     # ---- the cast ----
@@ -124,7 +124,7 @@ class EtpWeight:
         return self._parts.matrices
 
     def _used_after(self) -> list[EtpWeight]:
-        """What was used after it in the latest pass, which is likely to be in this one: alive, as this weight is."""
+        """Lists what followed it in the latest pass, and is likely to in this one: alive, as this weight is."""
         found: dict[EtpWeight, None] = {}
         each = self.following
         while each is not None and each is not self and each not in found:
@@ -162,13 +162,13 @@ class EtpWeight:
         self._cast = self._cast and self._cast._replace(parts=None, repeats=[])
 
     def _is_current(self, cast: Cast, scales: bool = True) -> bool:
-        """It is what casting the rows now would give; ``scales``: delayed scaling's have to be the same."""
+        """Whether casting the rows now would give it; ``scales``: delayed scaling's have to be the same."""
         if not (cast.parts or cast.repeats) or not self._is_same(cast) or cast.scale_versions is None:
             return False
         return not scales or cast.scale_versions == versions([s for s in self.rows.scales() if s is not None])
 
     def _is_same(self, cast: Cast) -> bool:
-        """The parameters are those that were cast, and PyTorch has seen no write to them."""
+        """Whether the parameters are those that were cast, and PyTorch has seen no write to them."""
         parameters = self.rows.parameters()
         same = all(mine is theirs for mine, theirs in zip(cast.parameters, parameters, strict=True))
         return same and cast.versions == versions(parameters)
@@ -191,7 +191,7 @@ class EtpWeight:
         return self.sharding.group.size * len(parts.matrices) * sent
 
     def forward(self) -> Quantized:
-        """The weight for fprop, gathered from what :meth:`cast` gave last."""
+        """Gathers the weight for fprop from what :meth:`cast` gave last."""
         return self.rows.join(self.queue.take(self, ROWWISE, lambda: self._parts, self.casts))
 
     def saved(self, dim: int, *, values: bool = False) -> tuple[Any, Saved]:
@@ -214,7 +214,7 @@ class EtpWeight:
         return Parts(own, self.sharding.shards)
 
     def backward(self, dim: int, part: Any, of: Saved, *, values: bool = False) -> Any:
-        """The operand that ``part`` is this rank's part of; ``part``, ``of``: as :meth:`saved` gave them.
+        """Gathers the operand of which ``part`` is this rank's; ``part``, ``of``: as :meth:`saved` gave them.
 
         Raises:
             ValueError: rows that are to be cast again have been written since the forward.
@@ -234,7 +234,7 @@ class EtpWeight:
         return self.rows.join(self.queue.take(self, dim, own, of.number, values=values)).along(dim)
 
     def full(self) -> Tensor:
-        """The matrix [N, K] of all ranks, in the dtype of the parameter, whose gradient is that of its rows."""
+        """Gathers the matrix [N, K], in the dtype of the parameter, whose gradient is that of its rows."""
         like = self.rows.parameters()[0]
         grad_anchor = self.grad_anchor((self.sharding.shards.total, like.shape[-1]))
         self.cast(_VALUES, like.dtype)
@@ -244,7 +244,7 @@ class EtpWeight:
     # ---- the gradient ----
 
     def grad_anchor(self, shape: Sequence[int]) -> Tensor:
-        """What an autograd function gets for W: a tensor of its shape, dtype and device that has no memory of its own.
+        """Returns what an autograd function gets for W: a tensor of its shape, dtype and device without its memory.
 
         The gradient of the parameters goes past autograd, which would call their hooks without one. Autograd comes to
         the leaf in each backward after all nodes that use W. Nothing reads its values, NaN.
@@ -348,7 +348,7 @@ class GatheredWeight(LocalWeight):
         return part
 
     def for_dgrad(self, spec: Spec, saved: Any) -> Any:
-        """W gathered from the parts that ranks have saved."""
+        """Gathers W from the parts that ranks have saved."""
         return self.etp.backward(spec.along, saved, self._of, values=spec.override == "high_precision")
 
     def _add(self, spec: Spec, product: Product) -> None:
@@ -403,7 +403,7 @@ def _collect(collected: dict[Tensor, Tensor], parameter: Tensor, product: Produc
 
 
 def _send_buffer(like: Tensor, matrices: int, dtype: torch.dtype, product: Product, shards: ShardMap) -> Tensor:
-    """dW as ranks are sent it: each rank's rows of every matrix, padded to the largest number; [size * ..., K]."""
+    """Lays dW out for the ranks: each one's rows of every matrix, padded to the largest number; [size * ..., K]."""
     size, most, cols = shards.size, shards.largest, like.shape[-1]
     options: dict[str, Any] = {"dtype": dtype, "device": like.device}
     if matrices == 1 and shards.is_even:
@@ -421,5 +421,5 @@ def _send_buffer(like: Tensor, matrices: int, dtype: torch.dtype, product: Produ
 
 
 def _quantized(operand: Operand, dim: int) -> Quantized:
-    """``operand`` in the place of ``dim``."""
+    """Puts ``operand`` in the place of ``dim``."""
     return Quantized(operand, None) if dim == ROWWISE else Quantized(None, operand)

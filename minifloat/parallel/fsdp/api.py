@@ -112,7 +112,7 @@ def fully_shard(
 
 @checked
 def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
-    """The parameters below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise.
+    """Lists the parameters below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise.
 
     Of linears these are all weights but those that several modules share, transposed ones, ones that backward reads in
     high precision, ones of several parameters (``parameters_split``) with a block of rows that lies in two of them, and
@@ -220,7 +220,7 @@ def _cast(parameters: list[ShardedParameter]) -> None:
 @checked
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank0: bool = False) -> dict[str, Any]:
-    """``model.state_dict()`` as the unsharded model has it, for its ``load_state_dict``; a collective.
+    """Gathers ``model.state_dict()`` as the unsharded model has it, for its ``load_state_dict``; a collective.
 
     Quantized parameters are full :class:`~minifloat.QuantizedTensor`, with the codes and scales of the shards, bit for
     bit. ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` gives the values that they stand for instead,
@@ -293,14 +293,14 @@ def _unsharded(sharded: DTensor) -> Tensor:
 
 
 def _with_reduced_amax(operand: Operand, group: Any) -> Operand:
-    """Delayed scaling has measured it on each rank's rows."""
+    """Reduces the amax that delayed scaling has measured on each rank's rows."""
     if operand.format.scale_rule != "given" or operand.amax is None:
         return operand
     return operand._replace(amax=all_reduce_max([operand.amax], group)[0])
 
 
 def _resharded(full: Any, target: Any) -> Any:
-    """A tensor of the model in the way that ``target`` is, if that is sharded and of the same size."""
+    """Shards a tensor as ``target`` is, if that is sharded and of the same size."""
     if not isinstance(full, Tensor) or not isinstance(target, DTensor) or full.shape != target.shape:
         return full
     rows = target._local_tensor

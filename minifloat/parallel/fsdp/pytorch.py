@@ -64,11 +64,11 @@ class ShardedParameter(FSDPParam):
 
     @property
     def rows(self) -> Tensor:
-        """The same on the device that computes."""
+        """The local rows on the device that computes."""
         return self.local.to(self.device, non_blocking=True) if self.offload_to_cpu else self.local
 
     def register_storage(self, buffers: Sequence[Buffer]) -> None:
-        """FSDP2 allocates and frees the memory of ``buffers`` from now on, and gathers into it."""
+        """Lets FSDP2 allocate and free the memory of ``buffers`` from now on, and gather into it."""
         self.all_gather_outputs = [buffer.received for buffer in buffers]
         self._memory = [tensor for buffer in buffers for tensor in buffer.memory]
 
@@ -182,13 +182,13 @@ def param_groups(module: nn.Module) -> list[Any]:
 
 
 def parameters_below(module: nn.Module) -> list[ShardedParameter]:
-    """All parameters of ``module`` that are gathered as codes."""
+    """Lists the parameters of ``module`` that are gathered as codes."""
     groups = [group for each in module.modules() if isinstance(each, FSDPModule) for group in param_groups(each)]
     return [param for group in groups for param in group.fsdp_params if isinstance(param, ShardedParameter)]
 
 
 def managed_below(module: nn.Module) -> set[tuple[nn.Module, str]]:
-    """The parameters that FSDP2 shards and reduces below ``module``, by the modules that have them and their names."""
+    """Lists what FSDP2 shards and reduces below ``module``, by the modules that have it and its names."""
     groups = [group for each in module.modules() if isinstance(each, FSDPModule) for group in param_groups(each)]
     found: set[tuple[nn.Module, str]] = set()
     for info in [param._module_info for group in groups for param in group.fsdp_params]:
@@ -197,7 +197,7 @@ def managed_below(module: nn.Module) -> set[tuple[nn.Module, str]]:
 
 
 def in_backward() -> bool:
-    """A recomputation runs forwards inside of backward."""
+    """Whether a backward is running, inside of which a recomputation runs forwards."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -205,19 +205,19 @@ def in_backward() -> bool:
 
 
 def holder_of(param: Any) -> tuple[nn.Module, str, bool]:
-    """The module of a parameter, its name there, and whether other modules share it."""
+    """Finds the module of a parameter, its name there, and whether other modules share it."""
     info = param._module_info
     return info.module, info.param_name, bool(info.shared_modules)
 
 
 def is_sharded_by_rows(param: Any) -> bool:
-    """A plain tensor of which each rank has rows."""
+    """Whether it is a plain tensor of which each rank has rows."""
     sharded = hasattr(param.mesh_info, "shard_process_group")
     return sharded and not param.is_dtensor and param.fsdp_placement.dim == 0
 
 
 def shards_of(param: Any) -> tuple[ShardMap, Group]:
-    """The rows of every rank, and the ranks: those of the mesh dim that shards, not of one that replicates."""
+    """Returns the rows of every rank, and the ranks: of the mesh dim that shards, not of one that replicates."""
     group = Group.of(param.mesh_info.shard_process_group)
     return ShardMap.chunks(param._orig_size[0], group.size), group
 
@@ -232,12 +232,12 @@ def set_local_rows(param: Any, rows: Tensor) -> None:
 
 
 def is_allocated(tensor: Tensor) -> bool:
-    """The tensor has memory, or needs none."""
+    """Whether the tensor has memory, or needs none."""
     return tensor.numel() == 0 or tensor.untyped_storage().size() > 0
 
 
 def record_stream(tensors: Iterable[Tensor]) -> None:
-    """The current stream may still read these, which are on a GPU, when they are freed: another one allocated them."""
+    """Notes that the current stream may read these GPU tensors, which another one allocated, when they are freed."""
     for tensor in tensors:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

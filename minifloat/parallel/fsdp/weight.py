@@ -79,7 +79,7 @@ class Buffer(NamedTuple):
 
 
 def _buffers(dim: int, field: str, maps: Sequence[ShardMap], like: Tensor) -> tuple[Tensor, list[Buffer]]:
-    """A tensor of the full weight, and what gathers the rows of each of its parameters, which ``maps`` says."""
+    """Makes a tensor of the full weight, and what gathers the rows of each of its parameters, which ``maps`` says."""
     firsts = [0, *accumulate(rows.total for rows in maps)]
     ends = [first + rows.size * rows.largest for first, rows in zip(firsts, maps, strict=False)]
     owner = like.new_empty(max(firsts[-1], ends[-1]), *like.shape[1:])
@@ -127,7 +127,7 @@ class GatheredWeight:
                     pytorch.free_storage(tensor)
 
     def _allocate(self, dim: int, own: Operand, shards: Sequence[ShardMap]) -> list[Operand]:
-        """The operand of the weight and those of its parameters, of which ``own`` is this rank's part of one."""
+        """Makes the operand of the weight and those of its parameters; ``own``: this rank's part of one of them."""
         constants = {"scale_inv": own.scale_inv, "amax": own.amax}
         full: list[dict[str, Any]] = [{} for _ in range(len(shards) + 1)]
         self._buffers[dim] = [[] for _ in shards]
@@ -152,7 +152,7 @@ class GatheredWeight:
         return [buffer for dim in distinct for buffer in self._buffers[dim][number]]
 
     def holds(self, dim: int) -> bool:
-        """The operand that serves ``dim`` has its memory."""
+        """Whether the operand that serves ``dim`` has its memory."""
         return all(pytorch.is_allocated(buffer.owner) for buffer in self.buffers((dim,), 0))
 
     def set_constants(self, dims: Collection[int], part: Quantized) -> None:
@@ -228,7 +228,7 @@ class ShardedWeight(ShardedRows):
         return [each.local for each in self.params]
 
     def matrices(self) -> list[Tensor]:
-        """This rank's rows [m, K] of the blocks that it owns, of all parameters below each other; a collective."""
+        """Returns this rank's rows [m, K] of the blocks that it owns, of all parameters; a collective."""
         unit = row_unit(self.quantizer)
         rows = [owned_rows(each.rows, unit, each.shards, self.group) for each in self.params]
         return rows if len(rows) == 1 else [torch.cat(rows)]
@@ -296,7 +296,7 @@ class ShardedWeight(ShardedRows):
             self._release()
 
     def as_parameter(self, number: int, dtype: torch.dtype) -> QuantizedTensor:
-        """The gathered parameter, which stands for values of ``dtype``."""
+        """Makes the gathered parameter, which stands for values of ``dtype``."""
         if number == 0 and len(self.params) > 1:
             self.full = self._as_tensor(self.gathered.operands, dtype)
         return self._as_tensor(self.gathered.pieces[number], dtype)
@@ -312,7 +312,7 @@ class ShardedWeight(ShardedRows):
         return self.fsdp.is_unsharded and self._repeats(dims)
 
     def _dims_to_gather(self) -> Collection[int]:
-        """The dims that the pass which gathers will contract; see the class."""
+        """Chooses the dims that the pass which gathers will contract; see the class."""
         state, in_backward = self.fsdp.training_state, pytorch.in_backward()
         again = self.fsdp.reshard_after_backward
         if state == "PRE_BACKWARD" and again and self._fetched_in_forward and not self._backward_reads_both:
@@ -392,7 +392,7 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
 
 
 def owners(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[LinearState, tuple[str, ...], str]]:
-    """Whose weights the parameters below ``model`` are, by the module that holds each and its name there.
+    """Finds the layers of the parameters below ``model``, by the module that holds each and its name there.
 
     Returns:
         For each the layer, and what that calls the parameters of the matrix, and this one.
