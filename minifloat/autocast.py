@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -38,6 +38,16 @@ class _Stack(threading.local):
 _stack = _Stack()
 
 
+class _Used:
+    """Options that some context was made or entered with: they cost nothing where none was."""
+
+    def __init__(self) -> None:  # attributes of an object, which compiled code guards; of a class it may not
+        self.batch_invariant = self.check_finite = False
+
+
+used = _Used()
+
+
 class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Engine taught
     """Gives a recipe to the modules inside that have none of their own.
 
@@ -62,11 +72,6 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         FloatingPointError: inside, with ``check_finite``: naming the layer and the tensor.
     """
 
-    batch_invariant_used: ClassVar[bool] = False
-    """Some context was made with ``batch_invariant``: what costs nothing where none was."""
-    check_finite_used: ClassVar[bool] = False
-    """Some context with ``check_finite`` was entered."""
-
     @checked
     def __init__(
         self,
@@ -84,14 +89,14 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         self.check_finite = check_finite
         self.batch_invariant = batch_invariant
         if batch_invariant:
-            autocast.batch_invariant_used = True
+            used.batch_invariant = True
         self.region = Region()
 
     def __enter__(self) -> autocast:
         if self.check_finite:
             if torch.compiler.is_compiling():
                 raise RuntimeError(_NOT_COMPILED)
-            autocast.check_finite_used = True
+            used.check_finite = True
         # The outermost context owns the region, so that nested ones do not update what is still in use.
         self.region = _stack.contexts[0].region if _stack.contexts else Region()
         _stack.contexts.append(self)
@@ -165,7 +170,7 @@ def captured(context: autocast) -> Iterator[list[Any]]:
 
 
 def checks_finite() -> bool:
-    """Whether some context of this thread has ``check_finite``; asked if ``check_finite_used``."""
+    """Whether some context of this thread has ``check_finite``; asked if ``used.check_finite``."""
     return any(context.check_finite for context in _stack.contexts)
 
 
@@ -211,7 +216,7 @@ def watch_gradient(label: str, y: Tensor, rows: int | None = None) -> None:
 
 
 def is_batch_invariant() -> bool:
-    """Whether some context of this thread has ``batch_invariant``; asked if ``batch_invariant_used``."""
+    """Whether some context of this thread has ``batch_invariant``; asked if ``used.batch_invariant``."""
     for context in _stack.contexts:  # noqa: SIM110 - a generator costs as much as the rest
         if context.batch_invariant:
             return True

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import minifloat
 from minifloat import DelayedScaling, LayerNormMLP, Linear, autocast, quantized_model_init
+from minifloat.autocast import used
 from minifloat.recipe import Recipe, named
 from tests.helpers.sample import each_once, each_pair, each_twice
 
@@ -205,15 +206,15 @@ def test_context_in_compiled_code() -> None:
 def test_compiled_code_does_not_count_contexts() -> None:
     """Each number of them would compile all layers anew."""
     torch._dynamo.reset()
-    autocast.check_finite_used = False
+    used.check_finite = False
     layer, graphs = Linear(K, N, recipe="current"), CompileCounter()
     compiled = torch.compile(layer, backend=graphs, fullgraph=True)
     try:
-        for used in range(3):
+        for count in range(3):
             compiled(torch.randn(M, K))
-            assert graphs.frame_count == min(used, 1) + 1
-            autocast.check_finite_used = True
+            assert graphs.frame_count == min(count, 1) + 1
+            used.check_finite = True
     finally:
-        autocast.check_finite_used = False
+        used.check_finite = False
     compiled(torch.randn(M, K))
     assert graphs.frame_count == 2

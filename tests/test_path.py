@@ -19,7 +19,7 @@ COLUMNS = ("files", "functions", "calls")
 MOST = {
     "linear current, forward": (11, 32, 45),
     "linear current, backward": (11, 33, 65),
-    "linear delayed, forward": (18, 52, 83),
+    "linear delayed, forward": (17, 52, 83),
     "linear delayed, backward": (16, 47, 95),
     "linear block, forward": (12, 46, 88),
     "linear block, backward": (12, 46, 123),

@@ -66,15 +66,6 @@ def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group) ->
         )
 
 
-def check_summed(collective: str, x: Tensor, shards: ShardMap, group: Group) -> None:
-    """Raises ValueError unless this rank brings as many rows to sum as ``shards`` has."""
-    if shards.size != group.size or x.shape[0] != shards.total:
-        raise ValueError(
-            f"{collective}: rank {group.rank} of {group.size} has {x.shape[0]} rows to sum, of which the ranks are to "
-            f"get {shards.rows}; the counts of the {group.size} ranks must add up to the rows"
-        )
-
-
 T = TypeVar("T")
 _functional = torch.ops._c10d_functional
 
@@ -272,7 +263,11 @@ def averages(x: Tensor, groups: Sequence[Group]) -> bool:
 
 def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, mean: bool = False) -> Pending[Tensor]:
     """Starts :func:`reduce_scatter_rows`; ``mean``: of that of the ranks, where the backend :func:`averages`."""
-    check_summed("reduce_scatter_rows", x, shards, group)
+    if shards.size != group.size or x.shape[0] != shards.total:
+        raise ValueError(
+            f"reduce_scatter_rows: rank {group.rank} of {group.size} has {x.shape[0]} rows to sum, of which the ranks "
+            f"are to get {shards.rows}; the counts of the {group.size} ranks must add up to the rows"
+        )
     if group.size == 1:
         return Pending([], lambda: x)
     own, largest = shards.rows[group.rank], shards.largest

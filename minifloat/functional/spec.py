@@ -74,6 +74,23 @@ class Spec:
     multiply_rows: Callable[..., Tensor]
 
 
+class Given:
+    """Holds what differs between calls of one kind.
+
+    Args:
+        delayed: where delayed scaling reads its scales and records its amaxes.
+        x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
+        out: memory for Y, if the caller has some.
+        shares_x: forward leaves the operands of X here, for siblings to come.
+    """
+
+    delayed: DelayedCall | None = None
+    x: Quantized | None = None
+    w: Quantized | None = None
+    out: tuple[Tensor, ...] = ()
+    shares_x = False
+
+
 def make_spec(config: LinearConfig, options: Options) -> Spec:
     """Decides everything that depends on recipe and options alone."""
     override, ranks = config.backward_override, options.ranks
@@ -155,23 +172,6 @@ class Configured(NamedTuple):
     recipe: Recipe
     config: LinearConfig
     specs: dict[Options, Spec]
-
-
-class Given:
-    """Holds what differs between calls of one kind.
-
-    Args:
-        delayed: where delayed scaling reads its scales and records its amaxes.
-        x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
-        out: memory for Y, if the caller has some.
-        shares_x: forward leaves the operands of X here, for siblings to come.
-    """
-
-    delayed: DelayedCall | None = None
-    x: Quantized | None = None
-    w: Quantized | None = None
-    out: tuple[Tensor, ...] = ()
-    shares_x = False
 
 
 class LinearConfigs:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
-from minifloat.autocast import DelayedCall, autocast, check_finite, checks_finite, watch_gradient
+from minifloat.autocast import DelayedCall, check_finite, checks_finite, used, watch_gradient
 from minifloat.comm.group import Group, cached
 from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import Format
@@ -221,7 +221,7 @@ class GroupedLinear(LinearState):
             y = as_quantized_tensor(y, spec.config.output, "output", None, type(self).__name__)
         if delayed is not None:
             delayed.forward_finished()
-        if autocast.check_finite_used:
+        if used.check_finite:
             self._check_groups_finite(x, y, layout)
         return (y, self._bias_vector()) if self.return_bias else y
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
-from minifloat.autocast import autocast, is_batch_invariant
+from minifloat.autocast import is_batch_invariant, used
 from minifloat.comm.group import Group
 from minifloat.comm.pytorch import is_dtensor
 from minifloat.functional.autograd import apply, as_output, exporting
@@ -164,7 +164,7 @@ class Linear(LinearState, nn.Linear):
         if recipe is None:
             if (calibration := linear_call.calibration_of(self)) is not None:
                 calibrate([x.detach(), self._own_values()], ["input", "weight"], calibration)
-            rows_alone = autocast.batch_invariant_used and is_batch_invariant()
+            rows_alone = used.batch_invariant and is_batch_invariant()
             if exchange.mode is not None or self._etp is not None or rows_alone:
                 linear_call.check_dtype(self, x)
             elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.wgrad_in_weight_dtype):
@@ -191,7 +191,7 @@ class Linear(LinearState, nn.Linear):
             keep_operands(source, cast, given.x, self)
         if given.delayed is not None:
             given.delayed.forward_finished()
-        if autocast.check_finite_used:
+        if used.check_finite:
             self._check_finite(x, y)
         return (y, linear_call.returned_bias(self, exchange)) if self.return_bias else y
 
@@ -207,7 +207,7 @@ class Linear(LinearState, nn.Linear):
         y = F.linear(x, weight, None if self.return_bias else bias)
         if y.dim() > 2:
             y = as_output(y, y.shape)  # PyTorch's is a view of a matrix
-        if autocast.check_finite_used:
+        if used.check_finite:
             self._check_finite(x, y)
         return (y, bias) if self.return_bias else y
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minifloat import recompute
 from minifloat.arguments import check_value
-from minifloat.autocast import DelayedCall, autocast, current, is_batch_invariant, surrounding_recipe
+from minifloat.autocast import DelayedCall, current, is_batch_invariant, surrounding_recipe, used
 from minifloat.comm.collectives import other_recipes, other_recipes_in_trace
 from minifloat.comm.group import Group
 from minifloat.comm.pytorch import check_reduced
@@ -95,7 +95,7 @@ def prepare(
         needs_x=needs_x, needs_w=needs_w, needs_b=needs_b, ranks=exchange.mode and exchange.ranks,
         input_is_quantized=input_is_quantized, recompute_x=recompute_x,
         quantize_output=fp8_output, quantize_grad_input=fp8_grad,
-        batch_invariant=autocast.batch_invariant_used and is_batch_invariant(),
+        batch_invariant=used.batch_invariant and is_batch_invariant(),
         gathers_weight=layer._etp is not None, delays_wgrad=layer.delay_wgrad_compute,
     )  # fmt: skip
     spec = None if compiling else specs.get(options)
@@ -241,7 +241,7 @@ def check_input(layer: LinearState, x: Tensor, is_first_microbatch: bool | None)
         raise TypeError(f"{layer._label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
     if x.dim() == 0 or x.shape[-1] != layer.in_features:
         raise ValueError(f"{layer._label}: input of shape {tuple(x.shape)} must end in in_features={layer.in_features}")
-    if autocast.check_finite_used:
+    if used.check_finite:
         layer._check_finite(x)
 
 

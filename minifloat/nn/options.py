@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, Size, label_of
-from minifloat.autocast import autocast, checks_finite, surrounding_recipe
+from minifloat.autocast import checks_finite, surrounding_recipe, used
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.grouped import GroupLayout
 from minifloat.recipe import RecipeLike
@@ -130,7 +130,7 @@ def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, layer: object) 
     rows = x.numel() // width if width else x.shape[:-1].numel()
     layout = m_splits
     if not isinstance(layout, GroupLayout):
-        layout = GroupLayout.of(m_splits, rows, x.device, layer, wait=autocast.check_finite_used and checks_finite())
+        layout = GroupLayout.of(m_splits, rows, x.device, layer, wait=used.check_finite and checks_finite())
     check_groups(layout, groups, layer)
     if layout.rows != rows:
         raise ValueError(f"{label_of(layer)}: the layout is for {layout.rows} rows, and the input has {rows}")

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, PositiveFloat, Size, checked, shown
-from minifloat.autocast import autocast, is_batch_invariant
+from minifloat.autocast import is_batch_invariant, used
 from minifloat.comm import pytorch
 from minifloat.comm.collectives import all_reduce
 from minifloat.comm.group import Group
@@ -232,7 +232,7 @@ class TopKRouter(nn.Module):
 
     def _logits(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Computes logits [T, E], multiplied in ``dtype``, in fp32 or fp64."""
-        if autocast.batch_invariant_used and is_batch_invariant():
+        if used.batch_invariant and is_batch_invariant():
             return self._logits_of_rows(x.reshape(-1, self.hidden_size), dtype)
         if dtype == torch.float32 and self.bias is None and not is_dtensor(self.weight):
             return multiply_in_fp32(x.reshape(-1, self.hidden_size), self.weight)
