@@ -67,7 +67,7 @@ class GroupLayout(NamedTuple):
         if on_host and compiling:
             counts = grouped.checked_counts(counts, rows, type(layer).__name__)
         elif wait or on_host:
-            grouped.check_counts(counts, rows, label_of(layer))
+            grouped.check_counts(counts, rows, layer)
         if counts.dtype not in (torch.int32, torch.int64):
             counts = counts.long()  # an int8 cannot be compared with all numbers of rows
         # Each count is bounded, too: the sum of wrong ones could overflow and be negative.

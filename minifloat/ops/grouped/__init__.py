@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minifloat.arguments import label_of
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import matmul
 from minifloat.ops.grouped import layout
@@ -22,18 +23,17 @@ from minifloat.ops.quantize import empty, reference, scale_shape
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
     """Number, first row and rows of each group; waits for the device."""
-    known = offsets.tolist()
-    for group, (first, end) in enumerate(pairwise(known)):
+    for group, (first, end) in enumerate(pairwise(offsets.tolist())):
         yield group, first, end - first
 
 
-def check_counts(counts: Tensor, rows: int, label: str) -> None:
+def check_counts(counts: Tensor, rows: int, layer: object) -> None:
     """Raises a ValueError unless ``counts`` [G] may be the rows of groups, of so many in all; waits for the device."""
     found = counts.tolist()
     if min(found, default=0) < 0 or sum(found) > rows:
         raise ValueError(
-            f"{label}: m_splits {found} must not be negative and adds up to {sum(found)}, with {rows} rows of input; "
-            "give the rows of each expert"
+            f"{label_of(layer)}: m_splits {found} must not be negative and adds up to {sum(found)}, with {rows} rows "
+            "of input; give the rows of each expert"
         )
 
 
