@@ -166,6 +166,14 @@ def test_router_losses_are_taken_once() -> None:
     assert router_losses(model) == 0.0
 
 
+def test_copies_after_a_forward() -> None:
+    moe, x = make("current", aux_loss_coefficient=0.1), torch.randn(9, H).to(BF16)
+    y, own = moe(x), moe.router_loss
+    copied = copy.deepcopy(moe)
+    assert copied.router_loss is copied.expert_counts is None and moe.router_loss is own is not None
+    assert torch.equal(copied(x), y)
+
+
 def test_recomputed_losses_are_nobodys() -> None:
     """That of a later forward stays, and a recomputation leaves none that would keep its activations."""
     moe, after = make("current", aux_loss_coefficient=0.1), nn.Linear(H, H, dtype=BF16)

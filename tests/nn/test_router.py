@@ -464,6 +464,17 @@ def test_no_synchronization_on_a_gpu(options: dict[str, Any]) -> None:
         assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("options", [{}, {"token_mask": torch.zeros(0, dtype=torch.bool)}])
+def test_no_tokens(options: dict[str, Any]) -> None:
+    router = made(expert_bias_rate=0.5, **LOSSES)
+    x = torch.zeros(0, H, requires_grad=True)
+    probabilities, indices, loss = router(x, **options)
+    assert probabilities.shape == indices.shape == (0, 2) and loss.item() == 0
+    (probabilities.sum() + loss).backward()
+    assert router.weight.grad is not None and not router.weight.grad.any()
+    router.update_expert_bias()
+
+
 # ---- mistakes ----
 
 
