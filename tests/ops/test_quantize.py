@@ -28,7 +28,7 @@ from minifloat.ops.quantize import reference
 from minifloat.quantizer import Quantizer, cast_all, find_amaxes
 from tests.helpers import oracle, oracle_nvfp4, vectors
 from tests.helpers.oracle_casts import SEED, OracleCast, differences, oracle_cast, oracle_values, same, to_numpy
-from tests.helpers.sample import each_once, each_twice
+from tests.helpers.sample import each_once
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (3, 5), (16, 16), (17, 129), (130, 70), (128, 256)]
@@ -367,7 +367,7 @@ def test_random_bytes_of_rows_of_a_whole(first: int, rows: int, dim: int, device
 # ---- Every format, input, dtype and shape ----------------------------------------------------------------------------
 
 
-@each_twice
+@each_once
 @FP16_SLOW
 @FOR_EACH_CAST
 def test_cast_and_dequantize_equal_the_oracle(fmt: Format, dim: int, dtype: torch.dtype, device: torch.device) -> None:
