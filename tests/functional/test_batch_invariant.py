@@ -10,9 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import minifloat
 from minifloat import autocast
+from minifloat.autocast import used
 from minifloat.comm.group import Group
 from minifloat.functional import gemm
 from minifloat.functional.quantize import Options, Ranks, linear_config
@@ -190,6 +192,18 @@ def test_compiled(device: torch.device) -> None:
         with torch.no_grad(), autocast(enabled=False, batch_invariant=enabled):
             for found, wanted in zip(run(x), (linear(x), many(x, [12, 28])), strict=True):
                 assert_same_bits(found, wanted)
+
+
+def test_compiled_before_its_first_use(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 guards no attribute of a class: a layer with its own recipe went on as it was compiled."""
+    monkeypatch.setattr(used, "batch_invariant", False)
+    torch.compiler.reset()
+    linear, graphs = Linear(K, N, recipe="block", device=device), CompileCounter()
+    compiled, x = torch.compile(linear, backend=graphs, fullgraph=True), torch.randn(3, K, device=device)
+    compiled(x)
+    with mode():
+        compiled(x)
+    assert graphs.frame_count == 2
 
 
 def _options(**options: Any) -> Options:
