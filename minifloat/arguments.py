@@ -213,7 +213,12 @@ def _spec(annotation: Any) -> _Spec:
         words = _either([repr(value) for value in args])
         return _Spec(words, lambda value: type(value) in types_of, lambda value: value in args)
     if origin in (Union, types.UnionType):
-        return _union([_spec(each) for each in args])
+        members = [_spec(each) for each in args]
+        return _Spec(
+            _either([member.words for member in members]),
+            lambda value: any(member.fits(value) for member in members),
+            lambda value: any(member.fits(value) and member.holds(value) for member in members),
+        )
     if origin is type:
         words = f"a subclass of {args[0].__name__}"
         return _Spec(words, lambda value: isinstance(value, type) and issubclass(value, args[0]))
@@ -224,14 +229,6 @@ def _spec(annotation: Any) -> _Spec:
 
 def _narrowed(base: _Spec, mark: Accepts) -> _Spec:
     return _Spec(mark.words, base.fits, lambda value: (mark.alone or base.holds(value)) and mark.holds(value))
-
-
-def _union(members: list[_Spec]) -> _Spec:
-    return _Spec(
-        _either([member.words for member in members]),
-        lambda value: any(member.fits(value) for member in members),
-        lambda value: any(member.fits(value) and member.holds(value) for member in members),
-    )
 
 
 def _either(words: list[str]) -> str:

@@ -245,7 +245,11 @@ def recorded_cast(
 ) -> list[Tensor]:
     """GPU implementation of ``ops.quantize.cast``."""
     distinct, of = _distinct(xs)
-    return _flat(_requested(of, tuple(formats), tuple(dims), tuple(k_major))(distinct, given, rngs, noop)[0])
+    flat: list[Tensor] = []
+    outputs, _ = _requested(of, tuple(formats), tuple(dims), tuple(k_major))(distinct, given, rngs, noop)
+    for codes, scale_inv, measured, _ in outputs:
+        flat += codes, scale_inv, codes.new_empty(0, dtype=torch.float32) if measured is None else measured
+    return flat
 
 
 def amax_and_cast(*lists: Sequence[Any]) -> Callable[..., list[Tensor]]:
@@ -259,11 +263,3 @@ def amax_and_cast(*lists: Sequence[Any]) -> Callable[..., list[Tensor]]:
         return [*read, *[part for output in outputs for part in output[:2]]]
 
     return run
-
-
-def _flat(outputs: Sequence[Output]) -> list[Tensor]:
-    flat: list[Tensor] = []
-    for codes, scale_inv, measured, _ in outputs:
-        nothing = codes.new_empty(0, dtype=torch.float32) if measured is None else measured
-        flat += codes, scale_inv, nothing
-    return flat
