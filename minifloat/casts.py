@@ -15,6 +15,7 @@ from minifloat.arguments import shown
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed, grouped, new, quantize
+from minifloat.ops.log import library
 from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix
 
 Amaxes = tuple[Tensor | None, ...]
@@ -293,7 +294,7 @@ class Casts:
         for cast in self._stochastic:
             i = self._sources[cast][0]
             if seeds[i] is None:
-                seeds[i] = quantize.draw_seed(xs[i])
+                seeds[i] = library(_seed, [xs[i]])
             drawn[cast] = seeds[i]
         return drawn
 
@@ -335,6 +336,10 @@ class Casts:
             each.operands(outputs, (x.shape[0], x.shape[1]), x.dtype, x)
             for x, (_, each) in zip(matrices, self.wanted, strict=True)
         ]
+
+
+def _seed(tensors: Sequence[Tensor]) -> Tensor:
+    return quantize.draw_seed(tensors[0])
 
 
 def check_scale(scale: Tensor) -> None:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from minifloat.ops import matmul
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
@@ -19,6 +22,22 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def replayed(
+    recorder: Any, key: Any, tensors: list[Tensor | None], function: Callable[[], tuple[Sequence[Any], Any]]
+) -> tuple[Sequence[Any], Any]:
+    """``function()``, a pass of an autograd function, or a replay of it; see :class:`~minifloat.ops.replay.Recorder`.
+
+    Args:
+        key: what decides beside the layouts of ``tensors`` what the pass does.
+        tensors: all that it reads and writes; emptied where it is not replayed, so that it may free what it has read.
+    """
+    if torch._C._len_torch_dispatch_stack() or matmul.counting() or not {type(x) for x in tensors} <= _PLAIN:
+        tensors.clear()
+        return function()
+    results: tuple[Sequence[Any], Any] = recorder(key, tensors, function)
+    return results
 
 
 def exporting() -> bool:

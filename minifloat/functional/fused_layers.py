@@ -12,9 +12,18 @@ from torch import Tensor
 
 from minifloat.autocast import DelayedCall
 from minifloat.formats import COLUMNWISE
-from minifloat.functional.autograd import as_output, first_order, guarded
+from minifloat.functional.autograd import as_output, first_order, guarded, replayed
 from minifloat.functional.exchange import KnownOfX, Local, waited
-from minifloat.functional.linear import LinearCall, gradients, output, pack, save_x, unpack
+from minifloat.functional.linear import (
+    LinearCall,
+    backward_inputs,
+    forward_inputs,
+    gradients,
+    output,
+    pack,
+    save_x,
+    unpack,
+)
 from minifloat.functional.norm_activation import (
     Activation,
     FusedOutput,
@@ -82,13 +91,20 @@ class LayerNormLinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Any:
-        compute = partial(norm_value, x, gamma, beta, norm.norm, residual=residual)
-        y, n, saved, scale = multiply_output(linear, compute, weight, bias, norm.return_norm)
         spec, exchange, source, given = linear
+
+        def compute() -> tuple[list[Any], list[Any]]:
+            value = partial(norm_value, x, gamma, beta, norm.norm, residual=residual)
+            y, n, saved, scale = multiply_output(linear, value, weight, bias, norm.return_norm)
+            tensors, layouts = pack(*saved)
+            return [y, *parts_of_norm(norm, n), *tensors, scale], layouts
+
+        inputs = spec.forward and forward_inputs([linear], x, residual, gamma, beta, weight, bias)
+        (y, *results), ctx.layouts = replayed(spec.forward, norm, inputs, compute) if inputs else compute()
+        n = norm_of_parts(x, residual, results[:4], bool(inputs))
         ctx.norm, ctx.axes, ctx.delayed = norm, (spec, exchange, source), given.delayed
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
-        tensors, ctx.layouts = pack(*saved)
-        ctx.save_for_backward(*tensors, scale, *saved_of_norm(spec, n, gamma, beta))
+        ctx.save_for_backward(*results[4:], *saved_of_norm(spec, n, gamma, beta))
         ctx.set_materialize_grads(False)
         y = output(spec, exchange, y, x.shape, given.delayed)
         return y, *norm_outputs(ctx, norm, spec, n, x, residual)
@@ -98,16 +114,22 @@ class LayerNormLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *extra: Tensor | None) -> tuple[Any, ...]:
         spec, exchange, source = ctx.axes
         saved = ctx.saved_tensors  # read once: a checkpoint gives each tensor once
-        (x, w), (scale, beta, *of_norm) = unpack(ctx.layouts, saved[:8]), saved[8:]
-        dn = dw = db = None
-        if dy is not None:
-            db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
-            if spec.recompute_x:
-                x = recompute_operand(spec, scale, ctx.norm.recomputation(beta, *of_norm[:2]))
-            dn, dw = gradients(spec, exchange, source, exchange.quantize_dy(spec, dy, ctx.delayed), x, w, scale)
-            if ctx.delayed is not None:
-                ctx.delayed.backward_finished()
-        return None, None, *norm_gradients(ctx, ctx.norm, spec, exchange, dn, extra, *of_norm), dw, waited(db)
+
+        def compute() -> tuple[list[Any], None]:
+            (x, w), (scale, beta, *of_norm) = unpack(ctx.layouts, saved[:8]), saved[8:]
+            dn = dw = db = None
+            if dy is not None:
+                db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
+                if spec.recompute_x:
+                    x = recompute_operand(spec, scale, ctx.norm.recomputation(beta, *of_norm[:2]))
+                dn, dw = gradients(spec, exchange, source, exchange.quantize_dy(spec, dy, ctx.delayed), x, w, scale)
+            return [*norm_gradients(ctx, ctx.norm, spec, exchange, dn, extra, *of_norm), dw, waited(db)], None
+
+        inputs = spec.backward and backward_inputs([(spec, source, ctx.delayed)], dy, *saved, *extra)
+        results, _ = replayed(spec.backward, (ctx.norm, source.dtype), inputs, compute) if inputs else compute()
+        if dy is not None and ctx.delayed is not None:
+            ctx.delayed.backward_finished()
+        return None, None, *results
 
 
 def multiply_output(
@@ -146,6 +168,25 @@ def multiply_output(
     y = exchange.fprop(spec, x, w, bias)
     saved_w = source.save(spec, weight, w) if spec.options.needs_x else None
     return y, made, (save_x(spec, exchange, made.value, own), saved_w), scale if spec.recompute_x else None
+
+
+def parts_of_norm(norm: NormCall, n: FusedOutput) -> list[Tensor | None]:
+    """Lists the value if it is read, S, mean (None of RMSNorm, which has none) and rsigma."""
+    mean, rsigma = n.saved
+    return [
+        n.value if norm.return_norm else None,
+        n.stream,
+        mean if norm.norm.normalization == "LayerNorm" else None,
+        rsigma,
+    ]
+
+
+def norm_of_parts(x: Tensor, residual: Tensor | None, parts: Sequence[Tensor | None], replayed: bool) -> FusedOutput:
+    """Makes the norm's output of its parts; a replay gives views, which no output of an autograd function may be."""
+    value, stream, *of_rows = parts
+    if replayed:
+        value, stream = [None if part is None else as_output(part, part.shape) for part in (value, stream)]
+    return new(FusedOutput, (value, x.dtype, of_rows, None, None, None, x if residual is None else stream))
 
 
 def norm_outputs(
@@ -187,7 +228,7 @@ def norm_gradients(
     exchange: Local,
     dn: Tensor | None,
     extra: Sequence[Tensor | None],
-    *saved: Tensor,
+    *saved: Any,
 ) -> tuple[Tensor | None, ...]:
     """Computes dX, dR, dgamma and dbeta from the gradients of N, dgrad's and a returned N's and of S; any may be None.
 
@@ -258,17 +299,26 @@ class LayerNormMLPFunction(torch.autograd.Function):
         b2: Tensor | None,
     ) -> Any:
         spec1, spec2 = mlp.fc1.spec, mlp.fc2.spec
-        compute = partial(norm_value, x, gamma, beta, mlp.norm.norm, residual=residual)
-        h, n, saved1, scale1 = multiply_output(mlp.fc1, compute, w1, b1, mlp.norm.return_norm)
-        returned, of_norm = norm_outputs(ctx, mlp.norm, spec1, n, x, residual), saved_of_norm(spec1, n, gamma, beta)
-        del n
-        y, _, saved2, scale2 = multiply_output(mlp.fc2, partial(act_value, h, mlp.activation), w2, b2)
-        tensors, ctx.layouts = pack(*saved1, *saved2)
+
+        def compute() -> tuple[list[Any], list[Any]]:
+            value = partial(norm_value, x, gamma, beta, mlp.norm.norm, residual=residual)
+            h, n, saved1, scale1 = multiply_output(mlp.fc1, value, w1, b1, mlp.norm.return_norm)
+            of_norm = parts_of_norm(mlp.norm, n)
+            del n
+            y, _, saved2, scale2 = multiply_output(mlp.fc2, partial(act_value, h, mlp.activation), w2, b2)
+            tensors, layouts = pack(*saved1, *saved2)
+            return [y, *of_norm, *tensors, scale1, scale2, h if spec2.options.needs_x else None], layouts
+
+        both = spec1.forward and spec2.forward
+        inputs = both and forward_inputs([mlp.fc1, mlp.fc2], x, residual, gamma, beta, w1, b1, w2, b2)
+        key = mlp.norm, mlp.activation, spec2
+        (y, *results), ctx.layouts = replayed(spec1.forward, key, inputs, compute) if inputs else compute()
+        n = norm_of_parts(x, residual, results[:4], bool(inputs))
         ctx.mlp = mlp
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
-        ctx.save_for_backward(*tensors, scale1, scale2, h if spec2.options.needs_x else None, *of_norm)
+        ctx.save_for_backward(*results[4:], *saved_of_norm(spec1, n, gamma, beta))
         ctx.set_materialize_grads(False)
-        return as_output(y, (*x.shape[:-1], w2.shape[0])), *returned
+        return as_output(y, (*x.shape[:-1], w2.shape[0])), *norm_outputs(ctx, mlp.norm, spec1, n, x, residual)
 
     @staticmethod
     @first_order
@@ -277,32 +327,42 @@ class LayerNormMLPFunction(torch.autograd.Function):
         (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
         delayed1, delayed2 = given1.delayed, given2.delayed
         saved = ctx.saved_tensors
-        (x1, w1, x2, w2), (scale1, scale2, h, beta, *of_norm) = unpack(ctx.layouts, saved[:16]), saved[16:]
-        del saved
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # unless they are retained: what has been read is freed before the end
-        dn = dw1 = db1 = dw2 = db2 = None
-        if dy is not None:
-            db2 = exchange2.bias_gradient(spec2, dy) if spec2.options.needs_b else None
-            if spec2.recompute_x:
-                x2 = recompute_operand(spec2, scale2, partial(act_value, h, mlp.activation))
-            da, dw2 = gradients(spec2, exchange2, source2, exchange2.quantize_dy(spec2, dy, delayed2), x2, w2, scale2)
-            db2 = waited(db2)
-            del x2, w2
-            if delayed2 is not None:
-                delayed2.backward_finished()
-            if da is not None:
-                dh = _act_gradient(mlp, da, h, delayed1)
-                db1 = dh.column_sum
-                del da, h  # wide as they are, they leave room for the codes of dH
-                dh_operands = _grad_operands(mlp, dh, delayed1)
-                del dh
-                if spec1.recompute_x:
-                    x1 = recompute_operand(spec1, scale1, mlp.norm.recomputation(beta, *of_norm[:2]))
-                dn, dw1 = gradients(spec1, exchange1, source1, dh_operands, x1, w1, scale1)
-                if delayed1 is not None:
-                    delayed1.backward_finished()
-        return None, *norm_gradients(ctx, mlp.norm, spec1, exchange1, dn, extra, *of_norm), dw1, db1, dw2, db2
+        kept = [*saved]
+        linears = (spec1, source1, delayed1), (spec2, source2, delayed2)
+        inputs = spec1.backward and spec2.backward and backward_inputs(linears, dy, *saved, *extra)
+        del saved
+
+        def compute() -> tuple[list[Any], None]:
+            (x1, w1, x2, w2), (scale1, scale2, h, beta, *of_norm) = unpack(ctx.layouts, kept[:16]), kept[16:]
+            kept.clear()
+            dn = dw1 = db1 = dw2 = db2 = None
+            if dy is not None:
+                db2 = exchange2.bias_gradient(spec2, dy) if spec2.options.needs_b else None
+                if spec2.recompute_x:
+                    x2 = recompute_operand(spec2, scale2, partial(act_value, h, mlp.activation))
+                dy2 = exchange2.quantize_dy(spec2, dy, delayed2)
+                da, dw2 = gradients(spec2, exchange2, source2, dy2, x2, w2, scale2)
+                db2 = waited(db2)
+                del dy2, x2, w2
+                if da is not None:
+                    dh = _act_gradient(mlp, da, h, delayed1)
+                    db1 = dh.column_sum
+                    del da, h  # wide as they are, they leave room for the codes of dH
+                    dh_operands = _grad_operands(mlp, dh, delayed1)
+                    del dh
+                    if spec1.recompute_x:
+                        x1 = recompute_operand(spec1, scale1, mlp.norm.recomputation(beta, *of_norm[:2]))
+                    dn, dw1 = gradients(spec1, exchange1, source1, dh_operands, x1, w1, scale1)
+            return [*norm_gradients(ctx, mlp.norm, spec1, exchange1, dn, extra, *of_norm), dw1, db1, dw2, db2], None
+
+        key = mlp.norm, mlp.activation, spec2, source1.dtype, source2.dtype
+        results, _ = replayed(spec1.backward, key, inputs, compute) if inputs else compute()
+        for delayed in (delayed2, delayed1):
+            if dy is not None and delayed is not None:
+                delayed.backward_finished()
+        return None, *results
 
 
 def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, delayed_call: DelayedCall | None) -> FusedOutput:

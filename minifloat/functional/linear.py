@@ -21,7 +21,7 @@ from minifloat.autocast import DelayedCall
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group, ShardMap
 from minifloat.formats import COLUMNWISE
-from minifloat.functional.autograd import as_output, first_order, guarded
+from minifloat.functional.autograd import as_output, first_order, guarded, replayed
 from minifloat.functional.exchange import UNKNOWN, KnownOfX, Local, waited
 from minifloat.functional.quantize import as_quantized_tensor, delayed_scale
 from minifloat.functional.spec import Given, Spec
@@ -72,14 +72,25 @@ class LinearFunction(torch.autograd.Function):
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
         x_scale = delayed_scale(given.delayed, "input", keep=True) if spec.saves_value else None
         known = UNKNOWN if x_scale is None else KnownOfX(x_scale)
-        x_operands, w_operands, own_x = exchange.quantize_inputs(spec, source, given, x, weight, known)
-        if given.shares_x:
-            given.x = own_x
-        y = exchange.fprop(spec, x_operands, w_operands, bias, *given.out)
+
+        def compute() -> tuple[list[Any], tuple[list[Any], Sequence[Any]]]:
+            x_operands, w_operands, own_x = exchange.quantize_inputs(spec, source, given, x, weight, known)
+            y = exchange.fprop(spec, x_operands, w_operands, bias, *given.out)
+            saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
+            saved, layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
+            if not inputs:
+                given.x = own_x if given.shares_x else given.x
+                return [y, *saved], (layouts, ())
+            shared, of_shared = pack(*own_x) if given.shares_x else ((), ())
+            return [y, *saved, *shared], (layouts, of_shared)
+
+        inputs = spec.forward and forward_inputs([(spec, exchange, source, given)], x, weight, bias)
+        results = replayed(spec.forward, given.shares_x, inputs, compute) if inputs else compute()
+        (y, *saved), (ctx.layouts, of_shared) = results
+        if of_shared:
+            given.x = Quantized(*unpack(of_shared, saved[8:]))
         ctx.spec, ctx.exchange, ctx.source, ctx.delayed, ctx.x_shape = spec, exchange, source, given.delayed, x.shape
-        saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
-        tensors, ctx.layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
-        ctx.save_for_backward(*tensors, x_scale)
+        ctx.save_for_backward(*saved[:8], x_scale)
         return output(spec, exchange, y, x.shape, given.delayed)
 
     @staticmethod
@@ -87,15 +98,22 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         spec, exchange = ctx.spec, ctx.exchange
         *tensors, x_scale = ctx.saved_tensors
-        x, w = unpack(ctx.layouts, tensors)
-        db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
-        dy = exchange.quantize_dy(spec, dy, ctx.delayed)
-        dx, dw = gradients(spec, exchange, ctx.source, dy, x, w, x_scale)
+
+        def compute() -> tuple[list[Any], None]:
+            x, w = unpack(ctx.layouts, tensors)
+            db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
+            dy_operands = exchange.quantize_dy(spec, dy, ctx.delayed)
+            dx, dw = gradients(spec, exchange, ctx.source, dy_operands, x, w, x_scale)
+            return [dx, dw, waited(db)], None
+
+        source = ctx.source
+        inputs = spec.backward and backward_inputs([(spec, source, ctx.delayed)], dy, *tensors)
+        (dx, dw, db), _ = replayed(spec.backward, source.dtype, inputs, compute) if inputs else compute()
         if dx is not None:
             dx = grad_input(spec, dx, ctx.x_shape, ctx.delayed)
         if ctx.delayed is not None:
             ctx.delayed.backward_finished()
-        return None, None, None, None, dx, dw, waited(db)
+        return None, None, None, None, dx, dw, db
 
 
 apply_eagerly = super(torch.autograd.Function, LinearFunction).apply
@@ -215,7 +233,44 @@ def _capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# ---- what backward saves ----
+# ---- what backward saves, and what a recorded pass reads ----
+
+
+def forward_inputs(
+    calls: Sequence[tuple[Spec, Local, LocalWeight, Given]], *tensors: Tensor | None
+) -> list[Tensor | None] | None:
+    """Lists all that the forward of ``calls`` reads and writes, ``tensors`` and histories; None: it is not recorded."""
+    for _, _, source, given in calls:
+        if type(source) is not LocalWeight or given.x is not None or given.w is not None or given.out:
+            return None
+    return _with_histories(0, [given.delayed for *_, given in calls], tensors)
+
+
+def backward_inputs(
+    linears: Sequence[tuple[Spec, LocalWeight, DelayedCall | None]], *tensors: Tensor | None
+) -> list[Tensor | None] | None:
+    """Lists the same of a backward whose weight gradients go to autograd; ``tensors`` begin with dY."""
+    for _, source, _ in linears:
+        past_autograd = type(source) is not LocalWeight or source.tasks is not None or source.main_grad
+        if past_autograd or tensors[0] is None:
+            return None
+    return _with_histories(1, [delayed for *_, delayed in linears], tensors)
+
+
+def _with_histories(
+    direction: int, calls: Sequence[DelayedCall | None], tensors: Sequence[Tensor | None]
+) -> list[Tensor | None] | None:
+    inputs = [*tensors]
+    for call in calls:
+        if call is None:
+            continue
+        if direction:
+            call.backward_begins()
+        history = call.histories[direction]
+        if not history.slots:
+            return None
+        inputs += *history.slots, history.amax_history if call.records[direction] else None
+    return inputs
 
 
 def save_x(spec: Spec, exchange: Local, x: Tensor | None, own: Quantized) -> Operand | None:

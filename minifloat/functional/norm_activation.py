@@ -21,6 +21,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.autograd import apply, as_output, first_order, guarded
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import activation, norm
+from minifloat.ops.log import library
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
@@ -200,6 +201,7 @@ class Norm:
             dresidual: another gradient of ``x``, added to dx before its one rounding.
         """
         mean, rsigma = saved
+        mean = rsigma[:0] if mean is None else mean
         other = None if dresidual is None else as_matrix(dresidual)
         dx, dgamma, dbeta = norm.norm_backward(
             as_matrix(dy), as_matrix(x), gamma, mean, rsigma, self.normalization, self.zero_centered_gamma, other
@@ -382,4 +384,8 @@ def dact_value(
     cast = OutputCast(x, quantizer, half=x.shape[-1] // 2 if of.gated else None, **cast_options)
     backward = activation.activation_backward_cast if cast.in_kernel else activation.activation_backward
     *outputs, total = backward(as_matrix(dy), cast.matrix, of.name, of.parameters, *cast.arguments, with_column_sum)
-    return cast.output(outputs, x.shape, column_sum=total.to(cast.dtype) if with_column_sum else None)
+    return cast.output(outputs, x.shape, column_sum=library(_to, [total], cast.dtype) if with_column_sum else None)
+
+
+def _to(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return tensors[0].to(dtype)

@@ -32,7 +32,7 @@ class LinearCasts(NamedTuple):
     dy: RoleCasts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Spec:
     """Decisions on one kind of call of a linear.
 
@@ -50,6 +50,7 @@ class Spec:
         recompute_x: as of the options, where that may be.
         emit_bf16: dims along which X and W are cast for an emulated product alone, and may be values in lieu of codes.
         casts: prepared; what they launch is recorded in them.
+        forward, backward: record whole passes of calls that no rank has a part in, on a GPU.
         eager: no compiler traces it.
         multiply, multiply_rows: the GEMM, and that of fprop.
     """
@@ -69,6 +70,8 @@ class Spec:
     recompute_x: bool
     emit_bf16: tuple[int, ...]
     casts: LinearCasts
+    forward: Any
+    backward: Any
     eager: bool
     multiply: Callable[..., Tensor]
     multiply_rows: Callable[..., Tensor]
@@ -113,6 +116,12 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
     device, (emit_bf16, dy_emit_bf16) = options.device, _bf16_dims(config, options)
     eager = not torch.compiler.is_compiling()
     multiply = gemm.multiply_eager if eager else gemm.multiply
+    forward = backward = None
+    alone = ranks is None and not options.gathers_weight and override is None and not saves_value
+    if eager and alone and device == "cuda" and backends.kernels(torch.cuda.current_device())[0]:
+        from minifloat.ops.replay import MOST_BYTES, Recorder  # which needs Triton
+
+        forward, backward = Recorder(most_bytes=MOST_BYTES), Recorder(most_bytes=MOST_BYTES)
     return Spec(
         config,
         options,
@@ -134,6 +143,8 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
             RoleCasts((w,), ("weight",), device, emit_bf16),
             RoleCasts((dy,), ("grad_output",), device, dy_emit_bf16),
         ),
+        forward=forward,
+        backward=backward,
         eager=eager,
         multiply=multiply,
         multiply_rows=gemm.multiply_rows if options.batch_invariant else multiply,

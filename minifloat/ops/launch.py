@@ -8,7 +8,6 @@ compiled kernel is one look-up. No integer is compiled in: another number of tok
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 
+from minifloat.ops import log
+
 Tensors = Sequence[Tensor | tuple[Tensor, ...]]
 Integers = Sequence[int | tuple[int, ...]]
 
@@ -34,14 +35,6 @@ MOST_BY_VALUE = 8
 _counters: list[Counter[str]] = []
 
 
-class _Local(threading.local):
-    """Log of this thread's launches. Autograd has a thread for each device."""
-
-    def __init__(self) -> None:
-        self.log: Log | None = None
-
-
-_local = _Local()
 # How a compiled kernel is called is private to Triton; with versions that were not tried, the JIT does it.
 KNOWN = triton.__version__.startswith("3.6.")
 # Past PyTorch's dispatcher, as compiled graphs allocate; on the current device.
@@ -115,53 +108,6 @@ def _table(
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-@contextmanager
-def recorded() -> Iterator[Log]:
-    """Logs what this thread launches inside, to be launched again with other tensors."""
-    outer, _local.log = _local.log, Log([], [], [])
-    try:
-        yield _local.log
-    finally:
-        _local.log = outer
-
-
-def recording() -> bool:
-    """Whether this thread is inside of :func:`recorded`."""
-    return _local.log is not None
-
-
-def made(tensor: Tensor) -> Tensor:
-    """Logs memory that kernels fill, and returns it."""
-    if _local.log is not None:
-        _local.log.made.append(tensor)
-    return tensor
-
-
-def allocate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, transposed: bool = False) -> Tensor:
-    """Memory of a matrix that kernels fill, logged; ``transposed``: its columns are consecutive, not its rows."""
-    stride = (1, shape[0]) if transposed else (shape[1], 1)
-    return made(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-
-
-def zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """fp32 zeros that kernels raise, logged."""
-    filled = torch.zeros(shape, dtype=torch.float32, device=device)
-    if _local.log is not None and filled.numel():
-        _local.log.zeros.append(filled)
-    return filled
-
-
-def library(function: Callable[..., Tensor], tensors: Sequence[Tensor], *rest: Any) -> Tensor:
-    """Calls ``function(tensors, *rest)``, logged: what PyTorch or a library of its does between launches.
-
-    It reads and writes no other tensors.
-    """
-    result = function(tensors, *rest)
-    if _local.log is not None:
-        _local.log.steps.append(Call(function, tensors, rest, result))
-    return result
-
-
 class Launch(NamedTuple):
     """One launch of a kernel; the arguments are those of :class:`Kernel`."""
 
@@ -197,23 +143,6 @@ class Launch(NamedTuple):
         rest = (*self.integers, *self.constants)
         name, programs, numbers = self.kernel.name, self.programs, tuple(self.integers)
         return Prepared(name, *compiled, programs, device, tuple(places), rest, sizes, numbers)
-
-
-class Call(NamedTuple):
-    """Call that :func:`library` made, and its result."""
-
-    function: Callable[..., Tensor]
-    tensors: Sequence[Tensor]
-    rest: tuple[Any, ...]
-    result: Tensor
-
-
-class Log(NamedTuple):
-    """Launches and calls, in order; the memory that was made for them, and the zeros."""
-
-    steps: list[Launch | Call]
-    made: list[Tensor]
-    zeros: list[Tensor]
 
 
 class Prepared(NamedTuple):
@@ -316,8 +245,8 @@ class Kernel:
             return
         for counter in _counters:
             counter[self.name] += 1
-        if _local.log is not None:
-            _local.log.steps.append(Launch(self, programs, tensors, integers, constants, warps))
+        if log.recording():
+            log.step(Launch(self, programs, tensors, integers, constants, warps))
         if self.by_table(tensors):
             tensors, integers = in_table(tensors, integers)
         first = tensors[0]

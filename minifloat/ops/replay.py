@@ -10,13 +10,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minifloat.ops import launch
-from minifloat.ops.launch import Call, Log, Prepared, recorded
+from minifloat.ops import launch, log
+from minifloat.ops.launch import Prepared
+from minifloat.ops.log import Call, Log, recorded
 
 MOST_RECORDINGS = 256
 """Recordings that a function keeps: a program whose token counts never repeat must not fill the memory."""
@@ -25,6 +27,9 @@ MOST_ZEROS = 1024
 """Zeros of one fill."""
 
 _UNKNOWN = object()
+
+MOST_BYTES = 1 << 27
+"""Memory of a pass that is replayed: a larger one frees in between what it needs no more, and the host has time."""
 
 Results = Sequence[Tensor | None]
 
@@ -35,14 +40,15 @@ class Recorder:
     Args:
         of_operation: a graph may call it that Inductor is about to capture, in whose memory nothing may be left.
         apart: no results share memory, which those of an operation must not.
+        most_bytes: a function that reads or makes more is called each time; the list of its tensors is emptied then.
     """
 
-    def __init__(self, of_operation: bool = False, apart: bool = False) -> None:
-        self.of_operation, self.apart = of_operation, apart
+    def __init__(self, of_operation: bool = False, apart: bool = False, most_bytes: float = inf) -> None:
+        self.of_operation, self.apart, self.most_bytes = of_operation, apart, most_bytes
         self.known: dict[Any, Recording | None] = {}  # None: cannot be replayed
 
-    def __call__(self, key: Any, tensors: Results, function: Callable[[], Results]) -> Results:
-        """Returns the results of ``function()``, which is called if nothing is known.
+    def __call__(self, key: Any, tensors: Results, function: Callable[[], tuple[Results, Any]]) -> tuple[Results, Any]:
+        """Returns the results of ``function()``, which is called if nothing is known: tensors, and what else follows.
 
         Args:
             key: what decides with the tensors' layouts what the function does.
@@ -61,7 +67,7 @@ class Recorder:
         device = arguments[0].get_device()
         # Of other addresses kernels read copies; what is empty has none; a function inside of another is a part of it.
         here = device < 0 or device == torch._C._cuda_getDevice()
-        if not aligned or not here or 0 in pointers or launch.recording():
+        if not aligned or not here or 0 in pointers or log.recording():
             return function()
         if len({*pointers}) < len(pointers):
             layouts.append(tuple(map(pointers.index, pointers)))  # which are one and the same is recorded, too
@@ -69,14 +75,20 @@ class Recorder:
         recording = self.known.get(known, _UNKNOWN)  # once: another thread may clear them
         if isinstance(recording, Recording):
             return recording.replay(arguments, pointers, self.of_operation)
+        if recording is _UNKNOWN and sum(each.nbytes for each in arguments) > self.most_bytes:
+            recording = self.known[known] = None
         if recording is None:
+            arguments.clear()  # what the function frees is free
+            if isinstance(tensors, list):
+                tensors.clear()
             return function()
         if len(self.known) >= MOST_RECORDINGS:
             self.known.clear()
-        with recorded() as log:
-            results = function()
-        self.known[known] = Recording.of(log, arguments, results, self.apart)
-        return results
+        with recorded() as logged:
+            results, rest = function()
+        small = sum(each.nbytes for each in logged.made) <= self.most_bytes
+        self.known[known] = Recording.of(logged, arguments, results, rest, self.apart) if small else None
+        return results, rest
 
 
 class Recording(NamedTuple):
@@ -90,6 +102,7 @@ class Recording(NamedTuple):
         shown: the rest of them are results.
         made: what is allocated.
         results: the place of each, and its layout where that is another than the tensor's there.
+        rest: what the function returned beside them.
     """
 
     steps: list[Prepared | _Called]
@@ -100,9 +113,10 @@ class Recording(NamedTuple):
     shown: bool
     made: list[_Layout]
     results: list[tuple[int, _Layout | None]]
+    rest: Any
 
     @classmethod
-    def of(cls, log: Log, arguments: Sequence[Tensor], results: Results, apart: bool) -> Recording | None:
+    def of(cls, log: Log, arguments: Sequence[Tensor], results: Results, rest: Any, apart: bool) -> Recording | None:
         """Makes one of a log; None if it cannot be replayed, as where a step reads a copy that nobody logged."""
         everything = [*arguments, *log.zeros, *log.made]
         layouts = list(map(_layout, everything))
@@ -137,9 +151,9 @@ class Recording(NamedTuple):
         *starts, room = accumulate(rooms, initial=0)
         shown = not apart and any(first <= slot < last for slot in of_results)
         made = layouts[last:nothing]
-        return cls(steps, sizes, [4 * start for start in starts], room, alone, shown, made, kept)
+        return cls(steps, sizes, [4 * start for start in starts], room, alone, shown, made, kept, rest)
 
-    def replay(self, tensors: list[Any], pointers: list[int], of_operation: bool) -> Results:
+    def replay(self, tensors: list[Any], pointers: list[int], of_operation: bool) -> tuple[Results, Any]:
         """Allocates, launches and calls, and gives what the function would."""
         empty = launch.empty_strided
         if self.sizes:
@@ -152,7 +166,8 @@ class Recording(NamedTuple):
         pointers.append(0)
         for step in self.steps:
             step.run(pointers, tensors)
-        return [tensors[slot] if layout is None else _as(tensors[slot], layout) for slot, layout in self.results]
+        results = [tensors[slot] if layout is None else _as(tensors[slot], layout) for slot, layout in self.results]
+        return results, self.rest
 
     def _fill(self, tensors: list[Any], pointers: list[int], device: torch.device, of_operation: bool) -> None:
         """Appends the zeros: addresses in one fill, and tensors of those that are results."""

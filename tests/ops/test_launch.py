@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.nn import Linear
 from minifloat.ops import quantize
-from minifloat.ops.launch import Kernel, Launch, count_launches, ready, recorded
+from minifloat.ops.launch import Kernel, Launch, count_launches, ready
+from minifloat.ops.log import recorded
 from minifloat.ops.quantize import gpu, per_tensor
 from minifloat.recipe import Float8CurrentScaling
 from tests.helpers import triton_interpreter  # noqa: F401

@@ -1,27 +1,13 @@
 """Activations in Triton, forward and backward, each in one pass with what comes next.
 
-<<<<<<< HEAD
 A program computes a tile of the result in fp32 and stores it, rounded, or casts it: with a given scale (delayed
 scaling), or in blocks, from the value rounded to the dtype of ``x``. The amax comes along; so do a gradient's column
 sums, the bias gradient of the linear before: partial sums of tiles, added up by PyTorch, so that runs repeat to the
 bit. Values are the reference's within fp32 rounding, those of the relu family equal; nothing is contracted, so a cast
 is that of the value.
-=======
-A program works on a tile of the activation's result: it reads that tile of ``x``, or of both halves where two are
-multiplied, and of ``dy``, and computes in fp32. The result is stored, rounded, or cast: with a scale that is given
-(delayed scaling), or in blocks, of which it holds whole ones. Blocks read the value rounded to the dtype of ``x``, the
-very number that would be stored. The amax comes along; so do the column sums of a gradient, the bias gradient of the
-linear before: partial sums of a tile in an order that the tile fixes, added up by PyTorch, so that runs repeat to the
-bit.
-
-The fp32 values are the reference's within rounding (``test_triton_activation.py`` derives the bound); those of the relu
-family are equal: a sigmoid is all that the smooth ones need, for ``0.5 + 0.5 * tanh(z) = sigmoid(2 * z)``. Values and
-derivatives neither overflow nor cancel. Value and cast share their functions and nothing is contracted, so a cast is
-that of the value.
 
 The same kernels take groups of rows, each with its own amax, scale and blocks, by a table (``grouped/table.py``), times
 the rows' probabilities. The rows that are no group's are stored as zeros.
->>>>>>> 58883ac (Compute activations of a matrix and of groups by one pair of kernels)
 """
 
 from __future__ import annotations
@@ -50,6 +36,7 @@ from minifloat.ops.grouped.table import (
     wanted,
 )
 from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.log import library, made, zeros
 from minifloat.ops.quantize import FusedCodes, empty_fused_cast
 from minifloat.ops.quantize.blocks import (
     VALUE,
@@ -309,8 +296,8 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """The operation ``activation_forward``."""
     x = ready(x)
-    y = x.new_empty((x.shape[0], out_columns(name, x.shape[1])), dtype=dtype)
-    amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
+    y = made(x.new_empty((x.shape[0], out_columns(name, x.shape[1])), dtype=dtype))
+    amax = zeros((int(with_amax),), x.device)
     how = *formula(name, parameters), *VALUE, False, False
     choice = choice or tile("activation", x.device)
     _launch(FORWARD, (x, x, x), FusedCodes(y, y, amax, amax, amax), y.shape, how, with_amax, choice)
@@ -346,14 +333,14 @@ def backward(
     """The operation ``activation_backward``."""
     assert dy.shape == (x.shape[0], out_columns(name, x.shape[1])), (dy.shape, name, x.shape)
     dy, x = ready(dy), ready(x)
-    dx = torch.empty_like(x, dtype=dtype)
-    amax = x.new_zeros(1 if with_amax else 0, dtype=torch.float32)
+    dx = made(torch.empty_like(x, dtype=dtype))
+    amax = zeros((int(with_amax),), x.device)
     choice = choice or tile("activation_backward_bias" if with_bias else "activation_backward", x.device)
     partial = partial_sums(x, with_bias, choice)
     how = *formula(name, parameters), *VALUE, False, False, with_bias
     reads = dy, x, x, partial, x
     _launch(BACKWARD, reads, FusedCodes(dx, dx, amax, amax, amax), dy.shape, how, with_amax, choice)
-    return dx, amax, partial.sum(0) if with_bias else partial
+    return dx, amax, library(_row_sum, [partial]) if with_bias else partial
 
 
 def backward_cast(
@@ -374,7 +361,11 @@ def backward_cast(
     how = *formula(name, parameters), *cast_constants(x, fmt, *orders), not given or gated(name), False, with_bias
     reads, spread = (dy, x, x, partial, scale if given else x), fmt if shared else None
     _launch(BACKWARD, reads, out, shape, how, given, choice, spread, orders[2], int(given))
-    return *out, partial.sum(0) if with_bias else partial
+    return *out, library(_row_sum, [partial]) if with_bias else partial
+
+
+def _row_sum(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].sum(0)
 
 
 # ---- of groups of rows ----
@@ -465,4 +456,4 @@ def within_half(choice: Tile, fmt: Format, columns: int) -> Tile:
 def partial_sums(x: Tensor, wanted: bool, choice: Tile) -> Tensor:
     """Sums of the columns of ``x`` over the rows of each tile; [0] if they are not wanted."""
     shape = (triton.cdiv(x.shape[0], choice.rows), x.shape[1]) if wanted else (0,)
-    return x.new_empty(shape, dtype=torch.float32)
+    return made(x.new_empty(shape, dtype=torch.float32))

@@ -74,9 +74,9 @@ def record(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tensor]) -> N
     """The operation ``record_amax_``."""
     places = tuple(slots)
 
-    def launch() -> tuple[()]:
+    def launch() -> tuple[tuple[()], None]:
         _record(1, (history, tuple(amaxes)), (places,), (len(places),), 1)
-        return ()
+        return (), None
 
     _recorder(places, (history, *amaxes), launch)
 
@@ -119,7 +119,7 @@ def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequenc
     torch.autograd.graph.increment_version(scales)  # weights that several calls share are cast anew when it rises
 
 
-def _update_alike(layers: list[tuple[Tensor, Tensor]], rule: Rule) -> tuple[()]:
+def _update_alike(layers: list[tuple[Tensor, Tensor]], rule: Rule) -> tuple[tuple[()], None]:
     length, slots = layers[0][0].shape
     count = next(size for size in (1, 8, _LAYERS) if size >= len(layers))
     padded = [*layers, *[layers[0]] * (count - len(layers))]  # of which only the first are programs
@@ -128,4 +128,4 @@ def _update_alike(layers: list[tuple[Tensor, Tensor]], rule: Rule) -> tuple[()]:
     columns = min(triton.next_power_of_2(slots), max(_TILE // rows, 1))
     constants = count, rule.largest, rule.most_recent, rows, columns
     _update(len(layers) * triton.cdiv(slots, columns), tensors, (length, slots), constants, 4)
-    return ()
+    return (), None

@@ -15,6 +15,7 @@ from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
+from minifloat.ops.log import library
 from minifloat.ops.matmul import block_scaled, emulated, native, reference
 from minifloat.ops.matmul.native import cut
 from minifloat.ops.matmul.reference import finish, scaled
@@ -49,6 +50,11 @@ def count_gemms() -> Iterator[Counter[Gemm]]:
         yield counter
     finally:
         _counters[:] = [each for each in _counters if each is not counter]
+
+
+def counting() -> bool:
+    """Whether :func:`count_gemms` counts."""
+    return bool(_counters)
 
 
 def record(gemm: str, a: str, b: str, backend: str) -> None:
@@ -259,12 +265,10 @@ class SteppedProduct:
 
     def __init__(self, steps: Steps, recorded: bool) -> None:
         self.steps, self.recorder = steps, None
-        self.call: Callable[..., Tensor] = lambda function, tensors, *rest: function(tensors, *rest)
         if recorded:
-            from minifloat.ops.launch import library  # which needs Triton
-            from minifloat.ops.replay import Recorder
+            from minifloat.ops.replay import Recorder  # which needs Triton
 
-            self.recorder, self.call = Recorder(), library
+            self.recorder = Recorder()
 
     def __call__(
         self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
@@ -278,9 +282,9 @@ class SteppedProduct:
         into = out if accumulate and direct and self.steps.adds else None
         if self.recorder is None:
             return self._step_by_step(a, b, out_dtype, bias, direct, into)
-        results = self.recorder(
+        results, _ = self.recorder(
             (out_dtype, a.outer, b.outer), (*a[:3], *b[:3], bias, into),
-            lambda: (self._step_by_step(a, b, out_dtype, bias, direct, into),),
+            lambda: ((self._step_by_step(a, b, out_dtype, bias, direct, into),), None),
         )  # fmt: skip
         assert results[0] is not None
         return results[0]
@@ -290,11 +294,11 @@ class SteppedProduct:
     ) -> Tensor:
         operands, left = self.steps.prepare(a, b, direct)
         dtype = out_dtype if direct else torch.float32
-        product = self.call(self.steps.multiply, [*operands, *([] if into is None else [into])], dtype)
+        product = library(self.steps.multiply, [*operands, *([] if into is None else [into])], dtype)
         if self.steps.repair is not None:
             self.steps.repair(product, left)
         if product.shape != (a.outer, b.outer) or not product.is_contiguous():
-            product = self.call(_cut, [product], a.outer, b.outer)
+            product = library(_cut, [product], a.outer, b.outer)
         return product if direct else self.steps.finish(product, left, bias, out_dtype)
 
 

@@ -23,7 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from minifloat.ops import launch
 from minifloat.ops.grouped.hopper import multiprocessors
 from minifloat.ops.grouped.hopper_device import following, swept
-from minifloat.ops.launch import allocate, ready
+from minifloat.ops.launch import ready
+from minifloat.ops.log import allocate
 from minifloat.ops.matmul import emulated, kernels
 from minifloat.ops.matmul.kernels import factors_of
 from minifloat.ops.matmul.reference import Scales, contracted_length

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops.library import SymInt, operation
+from minifloat.ops.log import made, zeros
 from minifloat.ops.quantize import reference
 from minifloat.ops.quantize.reference import read_amaxes
 
@@ -235,5 +236,5 @@ def empty_fused_cast(
     column_codes, column_scales = empty_cast(x, fmt, COLUMNWISE, k_major, columns) if columnwise else nothing
     if given:
         row_scales, column_scales = x.new_empty(1, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
-    amax = x.new_zeros(1 if given else 0, dtype=torch.float32)
-    return FusedCodes(row_codes, column_codes, row_scales, column_scales, amax)
+    row_codes, column_codes, row_scales, column_scales = map(made, (row_codes, column_codes, row_scales, column_scales))
+    return FusedCodes(row_codes, column_codes, row_scales, column_scales, zeros((int(given),), x.device))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import quantize
-from minifloat.ops.launch import MOST_BY_VALUE, made, most_matrices, ready, zeros
+from minifloat.ops.launch import MOST_BY_VALUE, most_matrices, ready
+from minifloat.ops.log import made, zeros
 from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, empty_cast, nvfp4, per_tensor
 from minifloat.ops.quantize.job import CastJob, CastTarget, groups
 from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix, read_amaxes
@@ -182,9 +183,11 @@ class RecordedCasts(RequestedCasts):
         # A replay reads addresses alone: what is no view as a matrix is copied before its address is taken.
         xs = [x if x.is_contiguous() else as_matrix(x) for x in xs]
         most = most_matrices(xs[0].get_device()) if len(xs) > MOST_BY_VALUE else None
-        results: Sequence[Any] = self.recorder(
-            most, (*xs, *given, *rngs, noop), lambda: self._step_by_step([as_matrix(x) for x in xs], given, rngs, noop)
-        )
+        results: Any
+        results, _ = self.recorder(
+            most, (*xs, *given, *rngs, noop),
+            lambda: (self._step_by_step([as_matrix(x) for x in xs], given, rngs, noop), None),
+        )  # fmt: skip
         casts = 4 * len(self.request.cast_of)
         each = iter(results[:casts])
         return list(zip(each, each, each, each, strict=True)), results[casts:]
