@@ -294,7 +294,7 @@ class Casts:
         for cast in self._stochastic:
             i = self._sources[cast][0]
             if seeds[i] is None:
-                seeds[i] = library(_seed, [xs[i]])
+                seeds[i] = library(lambda x: quantize.draw_seed(x[0]), [xs[i]])
             drawn[cast] = seeds[i]
         return drawn
 
@@ -336,10 +336,6 @@ class Casts:
             each.operands(outputs, (x.shape[0], x.shape[1]), x.dtype, x)
             for x, (_, each) in zip(matrices, self.wanted, strict=True)
         ]
-
-
-def _seed(tensors: Sequence[Tensor]) -> Tensor:
-    return quantize.draw_seed(tensors[0])
 
 
 def check_scale(scale: Tensor) -> None:

@@ -117,7 +117,7 @@ class Local(TensorParallel):
 
     def bias_gradient(self, spec: Spec, dy: Tensor) -> Any:
         """Computes db [N], summed over the ranks; the sum may go on."""
-        return library(_row_sum, [dy.dequantize() if isinstance(dy, QuantizedTensor) else dy])
+        return library(lambda x: as_matrix(x[0]).sum(0), [dy.dequantize() if isinstance(dy, QuantizedTensor) else dy])
 
     def quantize_dy(
         self, spec: Spec, dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None
@@ -154,10 +154,6 @@ class Local(TensorParallel):
     def dequantized(self, operand: Any) -> Any:
         """The values of an operand, for a backward in high precision that has saved codes."""
         return values_of(operand.dequantize(), operand.offsets)
-
-
-def _row_sum(tensors: Sequence[Tensor]) -> Tensor:
-    return as_matrix(tensors[0]).sum(0)
 
 
 LOCAL = Local()

@@ -117,7 +117,7 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
     eager = not torch.compiler.is_compiling()
     multiply = gemm.multiply_eager if eager else gemm.multiply
     forward = backward = None
-    alone = ranks is None and not options.gathers_weight and override is None and not saves_value
+    alone = ranks is None and not (options.gathers_weight or options.batch_invariant or override or saves_value)
     if eager and alone and device == "cuda" and backends.kernels(torch.cuda.current_device())[0]:
         from minifloat.ops.replay import MOST_BYTES, Recorder  # which needs Triton
 

@@ -59,6 +59,12 @@ def step(step: Any) -> None:
     _local.log.steps.append(step)
 
 
+def unlogged() -> None:
+    """Says that something is launched past the log: what runs now cannot be replayed."""
+    if _local.log is not None:
+        _local.log.steps.append(None)
+
+
 def made(tensor: Tensor) -> Tensor:
     """Logs memory that kernels fill, and returns it."""
     if _local.log is not None and tensor.numel():

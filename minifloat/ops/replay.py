@@ -118,6 +118,8 @@ class Recording(NamedTuple):
     @classmethod
     def of(cls, log: Log, arguments: Sequence[Tensor], results: Results, rest: Any, apart: bool) -> Recording | None:
         """Makes one of a log; None if it cannot be replayed, as where a step reads a copy that nobody logged."""
+        if any([step is None for step in log.steps]):
+            return None
         everything = [*arguments, *log.zeros, *log.made]
         layouts = list(map(_layout, everything))
         slots = {each.data_ptr(): slot for slot, each in enumerate(everything)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ pytest.importorskip("triton")
 
 from minifloat import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, autocast
 from minifloat.functional import fused_layers, linear
+from minifloat.ops import log
 from minifloat.ops.replay import Recorder, Recording
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.replay_on_cpu import replay_on_cpu
@@ -71,6 +74,19 @@ def _never(recorder: object, key: object, tensors: list[Tensor], function: Calla
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4"])
+def test_large_products(recipe: str, invariant: bool) -> None:
+    """Of sizes that kernels multiply which Triton launches."""
+    layer = Linear(2048, 2048, device="cuda", params_dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    with autocast(batch_invariant=invariant), torch.no_grad():
+        want = layer(x)
+        for _ in range(2):
+            assert_same_bits(layer(x), want)
+
+
+@pytest.mark.gpu
 def test_no_output_is_a_view() -> None:
     """A caller may change outputs of a replay in place, and the memory of one is not that of the next."""
     layer = LayerNormLinear(256, 256, return_layernorm_output=True, device="cuda", recipe="current")
@@ -82,14 +98,12 @@ def test_no_output_is_a_view() -> None:
 
 def test_what_follows_from_the_key_comes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is too large is called each time, with nothing but the caller holding its tensors."""
-    from minifloat.ops.log import library
-
     replay_on_cpu(monkeypatch)
     x, calls = torch.randn(4, 4), []
 
     def function() -> tuple[list[Tensor], str]:
         calls.append(1)
-        return [library(_double, [x])], "rest"
+        return [log.library(_double, [x])], "rest"
 
     recorder = Recorder(most_bytes=1 << 10)
     for _ in range(3):
@@ -104,6 +118,29 @@ def test_what_follows_from_the_key_comes_along(monkeypatch: pytest.MonkeyPatch) 
         large(None, tensors, function)
         assert not tensors
     assert len(calls) == 3
+
+
+def test_what_is_launched_past_the_log_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that Triton launches itself, as those that read by TMA, say so."""
+    replay_on_cpu(monkeypatch)
+    x, recorder = torch.randn(4, 4), Recorder()
+
+    def function() -> tuple[list[Tensor], None]:
+        y = log.made(torch.empty(4, 4))
+        y.copy_(x)
+        log.unlogged()
+        return [y, log.library(_double, [x])], None
+
+    for _ in range(3):
+        (y, _), _ = recorder(None, [x], function)
+        assert_same_bits(y, x)
+
+
+def test_launches_past_the_log_say_so() -> None:
+    ops = Path(log.__file__).parent
+    for file in ops.rglob("*.py"):
+        text = file.read_text() if file.name != "launch.py" else ""
+        assert len(re.findall(r"_kernel\[\(", text)) == text.count("log.unlogged()"), file
 
 
 def _double(tensors: list[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minifloat.formats import COLUMNWISE
-from minifloat.ops import launch
+from minifloat.ops import launch, log
 from minifloat.ops.grouped.gemm import Side
 from minifloat.ops.grouped.hopper_device import _BK, _BN, _CODES, _FACTORS, _HALF, copy_tiles, multiply_half
 from minifloat.ops.quantize.decode import at_16_bytes
@@ -147,6 +147,7 @@ def multiply(
     if programs == 0:
         return
     launch.count(grouped_hopper_kernel.__name__)
+    log.unlogged()
     strips = scaled and depth == 0 and _strips(a) and _strips(b)
     grids = (_grid(a), _grid(b)) if strips else (a.scale, b.scale)
     along_rows = b.along == COLUMNWISE

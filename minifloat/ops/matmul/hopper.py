@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from minifloat.ops import launch
+from minifloat.ops import launch, log
 from minifloat.ops.grouped.hopper import multiprocessors
 from minifloat.ops.grouped.hopper_device import following, swept
 from minifloat.ops.launch import ready
@@ -214,6 +214,7 @@ def multiply(operands: Sequence[Tensor], scales: Scales, bias: Tensor | None, ou
     factors, steps = factors_of(scales, out.new_ones(1, dtype=torch.float32))
     programs = min(triton.cdiv(M, ROWS) * triton.cdiv(N, COLS), multiprocessors(out.device))
     launch.count(scaled_product_kernel.__name__)
+    log.unlogged()
     with torch.cuda.device(out.device):
         scaled_product_kernel[(programs,)](
             left, right, *factors, out if bias is None else ready(bias), out,
