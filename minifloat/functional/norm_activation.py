@@ -384,6 +384,6 @@ def dact_value(
     cast = OutputCast(x, quantizer, half=x.shape[-1] // 2 if of.gated else None, **cast_options)
     backward = activation.activation_backward_cast if cast.in_kernel else activation.activation_backward
     *outputs, total = backward(as_matrix(dy), cast.matrix, of.name, of.parameters, *cast.arguments, with_column_sum)
-    return cast.output(
-        outputs, x.shape, column_sum=library(lambda x: x[0].to(cast.dtype), [total]) if with_column_sum else None
-    )
+    if with_column_sum:  # the function holds no tensor, as recordings of it must not
+        total = library(lambda x, dtype: x[0].to(dtype), [total], cast.dtype)
+    return cast.output(outputs, x.shape, column_sum=total if with_column_sum else None)
