@@ -36,8 +36,8 @@ def replayed(
     if torch._C._len_torch_dispatch_stack() or matmul.counting() or not {type(x) for x in tensors} <= _PLAIN:
         tensors.clear()
         return function()
-    results: tuple[Sequence[Any], Any] = recorder(key, tensors, function)
-    return results
+    with torch._C._DisableAutocast():  # as products run that are not replayed
+        return recorder(key, tensors, function)
 
 
 def exporting() -> bool:

@@ -75,6 +75,8 @@ class Recorder:
         recording = self.known.get(known, _UNKNOWN)  # once: another thread may clear them
         if isinstance(recording, Recording):
             return recording.replay(arguments, pointers, self.of_operation)
+        if recording is _UNKNOWN and len(self.known) >= MOST_RECORDINGS:
+            self.known.clear()
         if recording is _UNKNOWN and sum(each.nbytes for each in arguments) > self.most_bytes:
             recording = self.known[known] = None
         if recording is None:
@@ -82,8 +84,6 @@ class Recorder:
             if isinstance(tensors, list):
                 tensors.clear()
             return function()
-        if len(self.known) >= MOST_RECORDINGS:
-            self.known.clear()
         with recorded() as logged:
             results, rest = function()
         small = sum(each.nbytes for each in logged.made) <= self.most_bytes

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from minifloat import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, autocast
 from minifloat.functional import fused_layers, linear
 from minifloat.ops import log
-from minifloat.ops.replay import Recorder, Recording
+from minifloat.ops.replay import MOST_RECORDINGS, Recorder, Recording
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.replay_on_cpu import replay_on_cpu
 
@@ -74,6 +74,19 @@ def _never(recorder: object, key: object, tensors: list[Tensor], function: Calla
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+def test_autocast_of_pytorch(recipe: str) -> None:
+    """Products of a replay take the dtypes that they are given."""
+    layer = LayerNormLinear(256, 256, device="cuda", recipe=recipe)
+    x = torch.randn(32, 256, device="cuda")
+    with torch.autocast("cuda", torch.float16):
+        with mock.patch.object(fused_layers, "replayed", _never):
+            want = layer(x)
+        for _ in range(2):
+            assert_same_bits(layer(x), want)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4"])
 def test_large_products(recipe: str, invariant: bool) -> None:
@@ -118,6 +131,9 @@ def test_what_follows_from_the_key_comes_along(monkeypatch: pytest.MonkeyPatch) 
         large(None, tensors, function)
         assert not tensors
     assert len(calls) == 3
+    for size in range(1, 2 * MOST_RECORDINGS):
+        large(None, [torch.zeros(4, size)], function)
+    assert len(large.known) <= MOST_RECORDINGS
 
 
 def test_what_is_launched_past_the_log_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
