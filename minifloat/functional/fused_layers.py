@@ -173,12 +173,8 @@ def multiply_output(
 def parts_of_norm(norm: NormCall, n: FusedOutput) -> list[Tensor | None]:
     """Lists the value if it is read, S, mean (None of RMSNorm, which has none) and rsigma."""
     mean, rsigma = n.saved
-    return [
-        n.value if norm.return_norm else None,
-        n.stream,
-        mean if norm.norm.normalization == "LayerNorm" else None,
-        rsigma,
-    ]
+    has_mean = norm.norm.normalization == "LayerNorm"
+    return [n.value if norm.return_norm else None, n.stream, mean if has_mean else None, rsigma]
 
 
 def norm_of_parts(x: Tensor, residual: Tensor | None, parts: Sequence[Tensor | None], replayed: bool) -> FusedOutput:

@@ -78,19 +78,21 @@ class LinearFunction(torch.autograd.Function):
             y = exchange.fprop(spec, x_operands, w_operands, bias, *given.out)
             saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
             saved, layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
-            if not inputs:
-                given.x = own_x if given.shares_x else given.x
-                return [y, *saved], (layouts, ())
-            shared, of_shared = pack(*own_x) if given.shares_x else ((), ())
-            return [y, *saved, *shared], (layouts, of_shared)
+            if inputs and given.shares_x:
+                shared, of_shared = pack(*own_x)
+                return [y, *saved, *shared], (layouts, of_shared)
+            if given.shares_x:
+                given.x = own_x
+            return [y, *saved], (layouts, ())
 
         inputs = spec.forward and forward_inputs([(spec, exchange, source, given)], x, weight, bias)
         results = replayed(spec.forward, given.shares_x, inputs, compute) if inputs else compute()
         (y, *saved), (ctx.layouts, of_shared) = results
         if of_shared:
-            given.x = Quantized(*unpack(of_shared, saved[8:]))
+            saved, shared = saved[:-8], saved[-8:]
+            given.x = Quantized(*unpack(of_shared, shared))
         ctx.spec, ctx.exchange, ctx.source, ctx.delayed, ctx.x_shape = spec, exchange, source, given.delayed, x.shape
-        ctx.save_for_backward(*saved[:8], x_scale)
+        ctx.save_for_backward(*saved, x_scale)
         return output(spec, exchange, y, x.shape, given.delayed)
 
     @staticmethod
