@@ -181,7 +181,7 @@ def norm_of_parts(x: Tensor, residual: Tensor | None, parts: Sequence[Tensor | N
     """Makes the norm's output of its parts; a replay gives views, which no output of an autograd function may be."""
     value, stream, *of_rows = parts
     if replayed:
-        value, stream = [None if part is None else as_output(part, part.shape) for part in (value, stream)]
+        value, stream = [part if part is None or part is x else as_output(part, part.shape) for part in (value, stream)]
     return new(FusedOutput, (value, x.dtype, of_rows, None, None, None, x if residual is None else stream))
 
 

@@ -246,7 +246,7 @@ class Kernel:
         for counter in _counters:
             counter[self.name] += 1
         if log.recording():
-            log.step(Launch(self, programs, tensors, integers, constants, warps))
+            log.append(Launch(self, programs, tensors, integers, constants, warps))
         if self.by_table(tensors):
             tensors, integers = in_table(tensors, integers)
         first = tensors[0]

@@ -53,7 +53,7 @@ def recording() -> bool:
     return _local.log is not None
 
 
-def step(step: Any) -> None:
+def append(step: Any) -> None:
     """Logs a launch or a call; to be called where :func:`recording`."""
     assert _local.log is not None
     _local.log.steps.append(step)
@@ -93,5 +93,5 @@ def library(function: Callable[..., Tensor], tensors: Sequence[Tensor], *rest: A
     """
     result = function(tensors, *rest)
     if _local.log is not None:
-        step(Call(function, tensors, rest, result))
+        append(Call(function, tensors, rest, result))
     return result

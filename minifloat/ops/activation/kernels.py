@@ -321,15 +321,9 @@ def cast(
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    name: str,
-    parameters: Sequence[float],
-    dtype: torch.dtype,
-    with_amax: bool,
-    with_bias: bool,
-    choice: Tile | None = None,
-) -> tuple[Tensor, ...]:
+    dy: Tensor, x: Tensor, name: str, parameters: Sequence[float], dtype: torch.dtype, with_amax: bool,
+    with_bias: bool, choice: Tile | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The operation ``activation_backward``."""
     assert dy.shape == (x.shape[0], out_columns(name, x.shape[1])), (dy.shape, name, x.shape)
     dy, x = ready(dy), ready(x)
@@ -372,39 +366,26 @@ def _row_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def forward_groups(
-    x: Tensor,
-    probabilities: Tensor | None,
-    offsets: Tensor,
-    scales: Tensor | None,
-    name: str,
-    parameters: Sequence[float],
-    with_amax: bool,
-    *how: Any,
-) -> list[Tensor]:
+    x: Tensor, probabilities: Tensor | None, offsets: Tensor, scales: Tensor | None,
+    name: str, parameters: Sequence[float], with_amax: bool, *how: Any,
+) -> list[Tensor]:  # fmt: skip
     """The operation ``grouped_activation``."""
     x, columns = ready(x), out_columns(name, x.shape[1])
-    out, made = _outputs(x[:, :columns], offsets, name, with_amax, *how)
+    out, outputs = _outputs(x[:, :columns], offsets, name, with_amax, *how)
     choice = out.tile("activation", columns, x.device) if how[0] else tile("activation", x.device)
     tensors = [(x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x), wanted(scales, of_groups(1), x)]
     constants = 0, *formula(name, parameters), *out.constants, True, probabilities is not None, False
     launch_to(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
-    return as_declared(made, *how)
+    return as_declared(outputs, *how)
 
 
 def backward_groups(
-    dy: Tensor,
-    x: Tensor,
-    probabilities: Tensor | None,
-    offsets: Tensor,
-    scales: Tensor | None,
-    name: str,
-    parameters: Sequence[float],
-    with_amax: bool,
-    *how: Any,
-) -> list[Tensor]:
+    dy: Tensor, x: Tensor, probabilities: Tensor | None, offsets: Tensor, scales: Tensor | None,
+    name: str, parameters: Sequence[float], with_amax: bool, *how: Any,
+) -> list[Tensor]:  # fmt: skip
     """The operation ``grouped_activation_backward``."""
     x, dy, (M, columns) = ready(x), ready(dy), dy.shape
-    out, made = _outputs(x, offsets, name, with_amax, *how)
+    out, outputs = _outputs(x, offsets, name, with_amax, *how)
     if how[0]:
         choice = out.tile("activation_backward", columns, x.device)
         if gated(name) and scales is None:
@@ -421,7 +402,7 @@ def backward_groups(
     ]  # fmt: skip
     constants = 0, *formula(name, parameters), *out.constants, True, probabilities is not None, False, False
     launch_to(BACKWARD, out, tensors, offsets, M, columns, constants, choice)
-    return [*as_declared(made, *how), partial if probabilities is None else partial.sum(1)]
+    return [*as_declared(outputs, *how), partial if probabilities is None else partial.sum(1)]
 
 
 def _outputs(like: Tensor, offsets: Tensor, name: str, with_amax: bool, *how: Any) -> tuple[Outputs, list[Tensor]]:
