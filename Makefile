@@ -24,7 +24,8 @@ VERSION_TESTS := $(patsubst %,tests/%.py,test_import nn/test_linear nn/test_inpl
     parallel/test_fsdp_checkpoint parallel/test_ddp tools/test_train_loop)
 python_of = $(shell for python in $(1) $(PYTHON); do $$python -c '' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help train test test-versions install-versions test-part installed-part test-all mutants lint format clean
+.PHONY: help train test test-versions install-oldest test-oldest test-newest test-part installed-part test-all \
+    mutants lint format clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -38,13 +39,10 @@ test: lint ## lint, type check, and run the default tests
 OLDEST = VENV=.venv-oldest TORCH=torch==2.11.0 THREADS=2 PYTHON=$(call python_of,python3.12)
 NEWEST = VENV=.venv-newest TORCH=torch THREADS=3 PYTHON=$(call python_of,python3.13)
 
-install-versions:
-	$(MAKE) installed-part $(OLDEST)
-	$(MAKE) installed-part $(NEWEST)
-
-test-versions: install-versions ## part of the tests with the oldest and the newest PyTorch, other Pythons, more threads
-	$(MAKE) test-part $(OLDEST)
-	$(MAKE) test-part $(NEWEST)
+test-versions: test-oldest test-newest ## part of the tests with the oldest and the newest PyTorch, other Pythons, more threads
+install-oldest: ; $(MAKE) installed-part $(OLDEST)
+test-oldest: ; $(MAKE) test-part $(OLDEST)
+test-newest: ; $(MAKE) test-part $(NEWEST)
 
 installed-part test-part: HAS_TORCH := assert False  # not an interpreter's own
 installed-part: $(VENV)/.installed-test
