@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Integral
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,17 @@ MaskType = Literal[
     "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary"
 ]
 _MASK_TYPES = get_args(MaskType)
+
+
+class CoreOptions(TypedDict, total=False):
+    """Options of :class:`DotProductAttention` that a layer hands on to it."""
+
+    window_size: tuple[int, int] | None
+    bottom_right_diagonal: bool | None
+    softmax_scale: PositiveFloat | None
+    softcap: PositiveFloat | None
+
+
 _TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 
 

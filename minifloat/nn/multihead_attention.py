@@ -8,19 +8,23 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from minifloat.arguments import Count, Fraction, NonNegativeFloat, PositiveFloat, Size, checked
+from minifloat.arguments import Count, Fraction, NonNegativeFloat, Size, checked
 from minifloat.comm.group import draw_apart
 from minifloat.functional.autograd import autocast_to
 from minifloat.functional.exchange import ColumnSequence, Local
 from minifloat.functional.quantize import Mode
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
 from minifloat.nn import parts
-from minifloat.nn.attention import DotProductAttention, MaskType, QKVFormat
+from minifloat.nn.attention import CoreOptions, DotProductAttention, MaskType, QKVFormat
 from minifloat.nn.fused_layers import LayerNormLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.options import DenseOptions, InitMethod, TensorParallelOptions, check_tensor, chosen, place
 from minifloat.nn.tensor_parallel import tensor_parallel
 from minifloat.recompute import checkpoint, checkpoint_without_dropout, exchange_of
+
+
+class AttentionOptions(DenseOptions, CoreOptions, total=False):
+    """Options of the linears of attention, and of what is between them."""
 
 
 class MultiheadAttention(parts.LayerOfLinears):
@@ -84,10 +88,6 @@ class MultiheadAttention(parts.LayerOfLinears):
         *,
         num_gqa_groups: Size | None = None,
         attn_mask_type: MaskType = "causal",
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        softmax_scale: PositiveFloat | None = None,
-        softcap: PositiveFloat | None = None,
         qkv_format: QKVFormat = "sbhd",
         layer_number: Count | None = None,
         input_layernorm: bool = False,
@@ -108,55 +108,39 @@ class MultiheadAttention(parts.LayerOfLinears):
         save_original_input: bool = False,
         name: str | None = None,
         set_parallel_mode: bool = False,
-        **options: Unpack[DenseOptions],
+        **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
         placement = place(type(self).__name__, options)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_sizes(hidden_size, num_attention_heads, groups, kv_channels)
-        of_norm = {"return_layernorm_output": return_layernorm_output, "recompute_norm": recompute_norm}
-        check_options(input_layernorm, of_norm, fuse_qkv_params, options.get("fuse_wgrad_accumulation", False))
+        asked = {"return_layernorm_output": return_layernorm_output, "recompute_norm": recompute_norm}
+        check_options(input_layernorm, asked, fuse_qkv_params, options.get("fuse_wgrad_accumulation", False))
+        norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
         column: Mode | None = "column" if set_parallel_mode else None
         exchange = tensor_parallel("MultiheadAttention", column, **chosen(options, TensorParallelOptions))
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.heads, self.groups, self.channels = num_attention_heads, groups, channels
-        self.qkv_format = qkv_format
-        self.attention_type = attention_type
-        self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output
-        self.rotary_pos_interleaved = rotary_pos_interleaved
-        self.qk_norm_before_rope = qk_norm_before_rope
-        input_norm: dict[str, Any] = {
-            "eps": layernorm_epsilon,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            **of_norm,
-        }
-        of_columns = {**options, "bias": bias, "init_method": init_method, "parallel_mode": column}
+        self.qkv_format, self.attention_type = qkv_format, attention_type
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
+        of_linears = chosen(options, DenseOptions)
+        of_columns = of_linears | {"bias": bias, "init_method": init_method, "parallel_mode": column}
         projection = partial(make_projection, hidden_size, channels, fuse_qkv_params, of_columns)
-        norm = input_norm if input_layernorm else None
+        of_norm = norm | asked if input_layernorm else None
         if attention_type == "self":
             heads = {"query": num_attention_heads, "key": groups, "value": groups}
-            self.qkv = projection(heads, norm, parts.part_name(name, "qkv"))
+            self.qkv = projection(heads, of_norm, parts.part_name(name, "qkv"))
         else:
-            self.query = projection({"query": num_attention_heads}, norm, parts.part_name(name, "query"))
+            self.query = projection({"query": num_attention_heads}, of_norm, parts.part_name(name, "query"))
             self.key_value = projection({"key": groups, "value": groups}, None, parts.part_name(name, "key_value"))
         self.query_norm = self.key_norm = None
         if qk_norm_type is not None:
             head_norm = partial(parts.NORMS[qk_norm_type], channels, qk_norm_eps, **placement)
             self.query_norm, self.key_norm = head_norm(), head_norm()
+        of_core = chosen(options, CoreOptions) | {"attn_mask_type": attn_mask_type, "layer_number": layer_number}
         self.core_attention = DotProductAttention(
-            num_attention_heads,
-            channels,
-            groups,
-            attention_dropout,
-            qkv_format,
-            attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            layer_number=layer_number,
+            num_attention_heads, channels, groups, attention_dropout, qkv_format, **of_core
         )
         self.proj = Linear(
             num_attention_heads * channels,
@@ -167,7 +151,7 @@ class MultiheadAttention(parts.LayerOfLinears):
             name=parts.part_name(name, "proj"),
             parallel_mode="row" if set_parallel_mode else None,
             save_original_input=save_original_input,
-            **options,
+            **of_linears,
         )
         self._share_heads(exchange)
 

@@ -18,11 +18,22 @@ from minifloat.functional.exchange import Local
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.norm import LayerNorm, RMSNorm
+from minifloat.nn.options import DenseOptions, InitMethod
 from minifloat.recipe import OwnRecipe, RecipeLike, own_recipe
 from minifloat.tensor import QuantizedTensor
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 Normalization = Annotated[str, Accepts(f"one of {', '.join(NORMS)}", NORMS.__contains__)]
+
+
+class BlockOptions(DenseOptions, total=False):
+    """Options of attention and MLP alike: of their norms and of their linears."""
+
+    normalization: Normalization
+    zero_centered_gamma: bool
+    bias: bool
+    init_method: InitMethod | None
+    output_layer_init_method: InitMethod | None
 
 
 def part_name(name: str | None, part: str) -> str:

@@ -8,18 +8,30 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from minifloat.arguments import Count, Fraction, NonNegativeFloat, PositiveFloat, Probability, Size, checked
+from minifloat.arguments import Count, Fraction, NonNegativeFloat, Probability, Size, checked
 from minifloat.comm.group import draw_apart
 from minifloat.nn.attention import MaskType, QKVFormat
 from minifloat.nn.fused_layers import LayerNormMLP
 from minifloat.nn.moe import LayerNormMoE
-from minifloat.nn.multihead_attention import MultiheadAttention
-from minifloat.nn.options import DenseOptions, InitMethod, check_tensor, place
-from minifloat.nn.parts import LayerOfLinears, Normalization, call_on_stream, part_name
+from minifloat.nn.multihead_attention import AttentionOptions, MultiheadAttention
+from minifloat.nn.options import check_tensor, chosen, place
+from minifloat.nn.parts import BlockOptions, LayerOfLinears, Normalization, call_on_stream, part_name
 from minifloat.recompute import exchange_of
 
-_OF_EXPERTS = ("device", "dtype", "recipe", "fuse_wgrad_accumulation")
-"""Options of the layer that its experts are given; they have ranks of their own."""
+_RANKS = "tp_group", "tp_size", "tp_mesh"
+_NOT_OF_EXPERTS = (*_RANKS, "sequence_parallel", "etp_group", "etp_reduction")
+"""Options of the layer that its experts are not given; they have ranks of their own."""
+
+
+class LayerOptions(BlockOptions, AttentionOptions, total=False):
+    """Options that a layer hands on as they are: of attention and MLP, and of attention alone."""
+
+    kv_channels: Size | None
+    fuse_qkv_params: bool
+    rotary_pos_interleaved: bool
+    qk_norm_type: Normalization | None
+    qk_norm_eps: NonNegativeFloat
+    qk_norm_before_rope: bool
 
 
 class TransformerLayer(LayerOfLinears):
@@ -68,38 +80,23 @@ class TransformerLayer(LayerOfLinears):
         hidden_dropout: Probability = 0.1,
         attention_dropout: Fraction = 0.1,
         *,
-        kv_channels: Size | None = None,
         self_attn_mask_type: MaskType = "causal",
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
         enc_dec_attn_mask_type: MaskType = "no_mask",
         enc_dec_window_size: tuple[int, int] | None = None,
         enc_dec_bottom_right_diagonal: bool | None = None,
         attn_input_format: QKVFormat = "sbhd",
-        softmax_scale: PositiveFloat | None = None,
-        softcap: PositiveFloat | None = None,
         layer_type: Literal["encoder", "decoder"] = "encoder",
         parallel_attention_mlp: bool = False,
         apply_residual_connection_post_layernorm: bool = False,
-        fuse_qkv_params: bool = False,
-        rotary_pos_interleaved: bool = False,
-        qk_norm_type: Normalization | None = None,
-        qk_norm_eps: NonNegativeFloat = 1e-6,
-        qk_norm_before_rope: bool = False,
-        normalization: Normalization = "LayerNorm",
-        zero_centered_gamma: bool = False,
         activation: str = "gelu",
         activation_params: Mapping[str, float] | None = None,
         moe: Mapping[str, Any] | None = None,
         checkpoint_mlp: bool = False,
         save_memory: bool = False,
-        bias: bool = True,
-        init_method: InitMethod | None = None,
-        output_layer_init_method: InitMethod | None = None,
         layer_number: Count | None = None,
         name: str | None = None,
         set_parallel_mode: bool = False,
-        **options: Unpack[DenseOptions],
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         place(type(self).__name__, options)
@@ -109,73 +106,47 @@ class TransformerLayer(LayerOfLinears):
             name = f"layer{layer_number}"
         self.parallel_attention_mlp = parallel_attention_mlp
         self.residual_post_layernorm = apply_residual_connection_post_layernorm
-        of_all: dict[str, Any] = {
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "return_layernorm_output": apply_residual_connection_post_layernorm,
-            "bias": bias,
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
+        returned = {"return_layernorm_output": apply_residual_connection_post_layernorm}
+        of_dense: dict[str, Any] = {"recompute_norm": save_memory, "set_parallel_mode": set_parallel_mode, **returned}
+        of_attention: dict[str, Any] = {
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "num_gqa_groups": num_gqa_groups,
+            "qkv_format": attn_input_format,
+            "layer_number": layer_number,
+            "input_layernorm": True,
+            "save_original_input": save_memory,
         }
-        of_dense: dict[str, Any] = {"recompute_norm": save_memory, "set_parallel_mode": set_parallel_mode, **options}
-        attention = partial(
-            MultiheadAttention,
-            hidden_size,
-            num_attention_heads,
-            kv_channels,
-            attention_dropout,
-            layernorm_epsilon,
-            num_gqa_groups=num_gqa_groups,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            qkv_format=attn_input_format,
-            layer_number=layer_number,
-            input_layernorm=True,
-            save_original_input=save_memory,
-            fuse_qkv_params=fuse_qkv_params,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            qk_norm_type=qk_norm_type,
-            qk_norm_eps=qk_norm_eps,
-            qk_norm_before_rope=qk_norm_before_rope,
-            **of_all,
-            **of_dense,
-        )
-        self.self_attention = attention(
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            name=part_name(name, "self_attention"),
-        )
+        attention = partial(MultiheadAttention, hidden_size, num_attention_heads, **of_attention, **of_dense)
+        own: dict[str, Any] = {
+            **options,
+            "attn_mask_type": self_attn_mask_type,
+            "name": part_name(name, "self_attention"),
+        }
+        self.self_attention = attention(**own)
         self.inter_attention = None
         if layer_type == "decoder":
-            self.inter_attention = attention(
-                attention_type="cross",
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                name=part_name(name, "inter_attention"),
-            )
+            own |= {"attn_mask_type": enc_dec_attn_mask_type, "name": part_name(name, "inter_attention")}
+            own |= {"window_size": enc_dec_window_size, "bottom_right_diagonal": enc_dec_bottom_right_diagonal}
+            self.inter_attention = attention(attention_type="cross", **own)
         of_mlp: dict[str, Any] = {
             "activation": activation,
             "activation_params": activation_params,
             "checkpoint": checkpoint_mlp,
             "recompute_activation": save_memory,
+            "eps": layernorm_epsilon,
             "name": part_name(name, "layernorm_mlp"),
+            **chosen(options, BlockOptions),
         }
         self.layernorm_mlp: LayerNormMLP | LayerNormMoE
         if moe is None:
-            self.layernorm_mlp = LayerNormMLP(
-                hidden_size, ffn_hidden_size, layernorm_epsilon, **of_mlp, **of_all, **of_dense
-            )
-        elif set_parallel_mode or any(
-            options.get(ranks) not in (None, 1) for ranks in ("tp_group", "tp_size", "tp_mesh")
-        ):
+            self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, **of_mlp, **of_dense)
+        elif set_parallel_mode or any(options.get(each) not in (None, 1) for each in _RANKS):
             raise ValueError("TransformerLayer: experts are not tensor-parallel; use moe without tp_group and tp_mesh")
         else:
-            of_experts = {name: option for name, option in options.items() if name in _OF_EXPERTS}
-            self.layernorm_mlp = LayerNormMoE(
-                hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **{**of_mlp, **of_all, **of_experts, **moe}
-            )
+            of_experts = {key: option for key, option in of_mlp.items() if key not in _NOT_OF_EXPERTS}
+            of_experts = {"bias": True, **of_experts, **returned, **moe}
+            self.layernorm_mlp = LayerNormMoE(hidden_size, ffn_hidden_size, **of_experts)
         self.dropout = nn.Dropout(hidden_dropout)
         self._exchange = self.self_attention._exchange
 
