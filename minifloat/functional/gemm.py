@@ -7,6 +7,7 @@ groups have one tile for each kind of operand and add up K in its order (``ops/g
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,29 +73,35 @@ def wgrad(
 
 
 def multiply(
-    gemm: str,
-    a: Operand,
-    b: Operand,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-    out: Tensor | None = None,
-    accumulate: bool = False,
+    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, *rest: Any
 ) -> Tensor:
-    """Computes fprop, dgrad or wgrad of two operands.
+    """Computes fprop, dgrad or wgrad of two operands; ``rest``: ``fast_accum``, ``out`` and ``accumulate``.
 
     Raises:
         ValueError: one is not quantized along the contracted dim; with a square matrix this would go unnoticed.
     """
-    if not torch.compiler.is_compiling():
-        return multiply_eager(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
+    return _multiply(not torch.compiler.is_compiling(), gemm, a, b, out_dtype, bias, *rest)
+
+
+def _multiply(
+    eager: bool, gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None,
+    fast_accum: bool = False, out: Tensor | None = None, accumulate: bool = False,
+) -> Tensor:  # fmt: skip
+    """Multiplies by a product prepared once for each kind, or in traced code by an operation."""
     if a.offsets is not None or b.offsets is not None:
         return multiply_groups(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
     a_along, m, b_along, n = check_operands(gemm, a, b)
     if out is not None or accumulate:
         _check_out(gemm, out, (m, n), out_dtype, a.codes.device)
     if a.scale_inv is None or b.scale_inv is None:
-        return matmul.written(_high_precision(gemm, a, a_along, b, b_along, out_dtype, bias), out, accumulate)
+        target = out if eager and not accumulate else None
+        return matmul.written(_high_precision(gemm, a, a_along, b, b_along, out_dtype, bias, target), out, accumulate)
+    if eager:
+        product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
+        return product(
+            a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n,
+            out_dtype, bias, fast_accum, out, accumulate,
+        )  # fmt: skip
     result = matmul.scaled_mm(
         gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a_along, m,
         b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b_along, n,
@@ -103,42 +110,14 @@ def multiply(
     return matmul.written(result, out, accumulate)
 
 
-def multiply_eager(
-    gemm: str,
-    a: Operand,
-    b: Operand,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-) -> Tensor:
-    """Multiplies as :func:`multiply` where no compiler traces it, by a product prepared once for each kind."""
-    if a.offsets is not None or b.offsets is not None:
-        return multiply_groups(gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
-    a_along, m, b_along, n = check_operands(gemm, a, b)
-    if out is not None or accumulate:
-        _check_out(gemm, out, (m, n), out_dtype, a.codes.device)
-    if a.scale_inv is None or b.scale_inv is None:
-        target = None if accumulate else out
-        return matmul.written(_high_precision(gemm, a, a_along, b, b_along, out_dtype, bias, target), out, accumulate)
-    product = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
-    return product(
-        a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n,
-        out_dtype, bias, fast_accum, out, accumulate,
-    )  # fmt: skip
+multiply_eager = partial(_multiply, True)
+"""Multiplies where no compiler traces it, which is not asked again."""
 
 
 def multiply_groups(
-    gemm: str,
-    a: Operand,
-    b: Operand,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-) -> Tensor:
+    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False,
+    out: Tensor | None = None, accumulate: bool = False,
+) -> Tensor:  # fmt: skip
     """:func:`multiply` of each group, see :data:`~minifloat.ops.grouped.grouped_mm`; ``out`` may have another dtype.
 
     Raises:
@@ -246,14 +225,9 @@ def check_rows_alone(layer: object, config: LinearConfig, options: Options) -> N
 
 
 def multiply_rows(
-    gemm: str,
-    a: Operand,
-    b: Operand,
-    out_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast_accum: bool = False,
+    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes fprop as :func:`multiply`, of a matrix as one group. Values have the dtype of the result."""
     if a.offsets is None:
         check_operands(gemm, a, b)

@@ -220,21 +220,18 @@ class Kernel:
 
     Args:
         function: the ``triton.jit`` function.
-        contract: let the compiler contract ``a * b + c`` to one rounding. Off where results are defined to the bit.
         wide: it reads 16 bytes at a time, so that matrices (anything but single elements) must begin at such places.
         table: of more matrices than MOST_BY_VALUE it takes a table, see :func:`in_table`; else tuples of any length.
         layouts: its last constant is the layouts of a tile (``quantize/job.py``), for which Gluon compiles the same
             function, or None, for Triton.
     """
 
-    def __init__(
-        self, function: Any, *, contract: bool = False, wide: bool = True, table: bool = True, layouts: bool = False
-    ) -> None:
+    def __init__(self, function: Any, *, wide: bool = True, table: bool = True, layouts: bool = False) -> None:
         self.function = function
         self.with_layouts = gluon.jit(function.fn) if layouts else None
         self.wide, self.table = wide, table
         self.name: str = function.__name__
-        self.options = {"enable_fp_fusion": contract}
+        self.options = {"enable_fp_fusion": False}  # a * b + c is rounded twice: results are defined to the bit
         self._compiled: dict[Any, _Compiled] = {}
 
     def __call__(
@@ -272,12 +269,7 @@ class Kernel:
         if not KNOWN:
             self._through_jit(programs, tensors, integers, constants, warps)
             return
-        key = (
-            device,
-            warps,
-            constants,
-            *types,
-        )  # a constant has one type in its place: True would find what 1 compiled
+        key = device, warps, constants, *types  # a constant has one type in its place: True would find what 1 compiled
         compiled = self._compiled.get(key)
         if compiled is None:
             if len(self._compiled) >= MOST_COMPILED:
