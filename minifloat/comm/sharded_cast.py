@@ -320,14 +320,9 @@ def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group)
 
 
 def _start(
-    parts: Sequence[Quantized],
-    shards: ShardMap,
-    group: Group,
-    dims: Sequence[int],
-    gemm_ready: bool,
-    *,
+    parts: Sequence[Quantized], shards: ShardMap, group: Group, dims: Sequence[int], gemm_ready: bool, *,
     overlapped: bool,
-) -> Pending[list[Quantized]]:
+) -> Pending[list[Quantized]]:  # fmt: skip
     wanted = [{dim: part.along(dim) for dim in dims} for part in parts]
     owns = {id(own): own for operands in wanted for own in operands.values()}  # one that serves two dims once
     xs: list[Tensor] = []

@@ -211,16 +211,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        exchange: Local,
-        needs: list[bool],
-        reduction: str,
-        *options: Any,
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, exchange: Local,
+        needs: list[bool], reduction: str, *options: Any,
+    ) -> Tensor:  # fmt: skip
         w, b = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         if exchange.group.size == 1:
             total, *gradients = kernels.linear_cross_entropy(hidden, w, b, target, *options[:3], needs)
@@ -246,14 +239,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _of_shared_head(
-    exchange: Local,
-    needs: list[bool],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
+    exchange: Local, needs: list[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes what ``kernels.linear_cross_entropy`` gives, of a head that ranks share."""
     group, shards = exchange.group, exchange.shards
     if shards is not None:

@@ -163,14 +163,9 @@ class _Split(Local):
     """A linear that ranks share."""
 
     def _quantize_part(
-        self,
-        x: Tensor,
-        quantizer: Quantizer,
-        kind: str,
-        delayed_call: DelayedCall | None,
-        scale: Tensor | None = None,
+        self, x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None, scale: Tensor | None = None,
         amaxes: Amaxes | None = None,
-    ) -> Quantized:
+    ) -> Quantized:  # fmt: skip
         """Casts this rank's rows for a gather; delayed scaling records their own amax: ranks agree at the update."""
         assert self.shards is not None
         scale = delayed_scale(delayed_call, kind) if scale is None else scale

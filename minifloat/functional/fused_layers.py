@@ -81,16 +81,9 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        norm: NormCall,
-        linear: LinearCall,
-        x: Tensor,
-        residual: Tensor | None,
-        gamma: Tensor,
-        beta: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Any:
+        ctx: Any, norm: NormCall, linear: LinearCall, x: Tensor, residual: Tensor | None, gamma: Tensor,
+        beta: Tensor | None, weight: Tensor, bias: Tensor | None,
+    ) -> Any:  # fmt: skip
         spec, exchange, source, given = linear
 
         def compute() -> tuple[list[Any], list[Any]]:
@@ -218,14 +211,9 @@ def recompute_operand(spec: Spec, scale: Tensor | None, compute: Callable[..., F
 
 
 def norm_gradients(
-    ctx: Any,
-    norm: NormCall,
-    spec: Spec,
-    exchange: Local,
-    dn: Tensor | None,
-    extra: Sequence[Tensor | None],
+    ctx: Any, norm: NormCall, spec: Spec, exchange: Local, dn: Tensor | None, extra: Sequence[Tensor | None],
     *saved: Any,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Computes dX, dR, dgamma and dbeta from the gradients of N, dgrad's and a returned N's and of S; any may be None.
 
     ``spec``, ``exchange``: of the linear that reads N. Where that gathers N, each rank has seen the gradients of its
@@ -283,17 +271,9 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mlp: MLPCall,
-        x: Tensor,
-        residual: Tensor | None,
-        gamma: Tensor,
-        beta: Tensor | None,
-        w1: Tensor,
-        b1: Tensor | None,
-        w2: Tensor,
-        b2: Tensor | None,
-    ) -> Any:
+        ctx: Any, mlp: MLPCall, x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | None, w1: Tensor,
+        b1: Tensor | None, w2: Tensor, b2: Tensor | None,
+    ) -> Any:  # fmt: skip
         spec1, spec2 = mlp.fc1.spec, mlp.fc2.spec
 
         def compute() -> tuple[list[Any], list[Any]]:

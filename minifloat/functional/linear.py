@@ -60,15 +60,9 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        spec: Spec,
-        exchange: Local,
-        source: LocalWeight,
-        given: Given,
-        x: Tensor,
-        weight: Tensor,
+        ctx: Any, spec: Spec, exchange: Local, source: LocalWeight, given: Given, x: Tensor, weight: Tensor,
         bias: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
         x_scale = delayed_scale(given.delayed, "input", keep=True) if spec.saves_value else None
         known = UNKNOWN if x_scale is None else KnownOfX(x_scale)

@@ -245,16 +245,9 @@ class NormFunction(torch.autograd.Function):
 
 
 def norm_value(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    of: Norm,
-    quantizer: Quantizer,
-    *,
-    residual: Tensor | None = None,
-    recompute: bool = False,
-    **cast_options: Any,
-) -> FusedOutput:
+    x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm, quantizer: Quantizer, *, residual: Tensor | None = None,
+    recompute: bool = False, **cast_options: Any,
+) -> FusedOutput:  # fmt: skip
     """Computes LayerNorm or RMSNorm of ``x``, or of ``x + residual``, to be cast with ``quantizer``.
 
     Args:

@@ -221,14 +221,9 @@ class RoleCasts:
 
 
 def quantize(
-    x: Tensor,
-    quantizer: Quantizer,
-    kind: str,
-    delayed_call: DelayedCall | None,
-    *,
-    gemm_ready: bool = True,
+    x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None, *, gemm_ready: bool = True,
     noop_flag: Tensor | None = None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     """Makes the operands of one tensor, as :class:`RoleCasts` makes them; of a quantized one, of its values."""
     x = x.dequantize() if isinstance(x, QuantizedTensor) else x
     cast = RoleCasts([quantizer], [kind], x.device.type if gemm_ready else "")

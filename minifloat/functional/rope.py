@@ -52,13 +52,9 @@ def apply_rotary_pos_emb(
 
 
 def split_rotated(
-    heads: Tensor,
-    sizes: Sequence[int],
-    freqs: Sequence[Tensor],
-    tensor_format: TensorFormat,
-    interleaved: bool,
+    heads: Tensor, sizes: Sequence[int], freqs: Sequence[Tensor], tensor_format: TensorFormat, interleaved: bool,
     cu_seqlens: Sequence[Tensor | None],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Splits the heads of queries, keys and values, and turns the first two as :func:`apply_rotary_pos_emb` does.
 
     Their gradients become one tensor as they are turned back, with no copy of those of queries and keys.

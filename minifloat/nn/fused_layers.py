@@ -266,13 +266,9 @@ class LayerNormMLP(parts.LayerOfParts):
         return self._run(x, residual, is_first_microbatch, rows_per_rank, return_residual)
 
     def _run(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        is_first_microbatch: bool | None,
-        rows: Sequence[int] | None,
+        self, x: Tensor, residual: Tensor | None, is_first_microbatch: bool | None, rows: Sequence[int] | None,
         return_residual: bool,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         fc1, fc2, own_norm = self.fc1, self.fc2, self.norm
         unfused = parts.needs_unfused_path(own_norm, fc1, fc2)
         first = None if unfused else linear_call.recipe_in_force(fc1)

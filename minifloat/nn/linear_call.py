@@ -51,17 +51,10 @@ Prepared = tuple[LinearCall, Tensor, Tensor | None]
 
 
 def prepare(
-    layer: LinearState,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    needs_x: bool,
-    is_first_microbatch: bool | None = None,
-    fp8_output: bool = False,
-    fp8_grad: bool = False,
-    exchange: Local = LOCAL,
-    recompute_x: bool = False,
+    layer: LinearState, recipe: Recipe, dtype: torch.dtype, needs_x: bool, is_first_microbatch: bool | None = None,
+    fp8_output: bool = False, fp8_grad: bool = False, exchange: Local = LOCAL, recompute_x: bool = False,
     input_is_quantized: bool = False,
-) -> Prepared:
+) -> Prepared:  # fmt: skip
     """Prepares one call under ``recipe``, with activations in ``dtype``; ``needs_x``: X may need a gradient.
 
     ``exchange``: the layer's, with the rows of this call; the others as of :class:`Options`.
@@ -318,13 +311,9 @@ def check_own_gradients(layer: LinearState, parameters: Sequence[Any], main_grad
 
 
 def needs_eager(
-    linear: LinearState,
-    is_first_microbatch: bool | None,
-    fp8_output: bool = False,
-    fp8_grad: bool = False,
-    checkpointed: bool = False,
-    writes: bool = False,
-) -> bool:
+    linear: LinearState, is_first_microbatch: bool | None, fp8_output: bool = False, fp8_grad: bool = False,
+    checkpointed: bool = False, writes: bool = False,
+) -> bool:  # fmt: skip
     """Whether some option of this call cannot be traced; :func:`run_eager` is the way out. Asked in traced code alone.
 
     ``checkpointed``: the module is about to checkpoint itself. ``writes``: ``out`` or ``dgrad_out`` is given.

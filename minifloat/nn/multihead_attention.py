@@ -243,16 +243,10 @@ class MultiheadAttention(parts.LayerOfLinears):
         return parts.outputs(y, (self.return_bias, bias), (self.return_layernorm_output, n), (return_residual, stream))
 
     def _query_key_value(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        encoder_output: Tensor | None,
-        encoder_rows: Sequence[int] | None,
-        angles: tuple[Tensor | None, Tensor | None],
-        starts: tuple[Tensor | None, Tensor | None],
-        exchange: Local,
+        self, x: Tensor, residual: Tensor | None, encoder_output: Tensor | None, encoder_rows: Sequence[int] | None,
+        angles: tuple[Tensor | None, Tensor | None], starts: tuple[Tensor | None, Tensor | None], exchange: Local,
         options: dict[str, Any],
-    ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
+    ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:  # fmt: skip
         """Computes q, k and v [..., heads, channels], normed and turned; the norm's result, if wanted; the stream.
 
         ``angles``, ``starts``: of queries and of keys. ``options``: of the linears.
@@ -300,14 +294,9 @@ class MultiheadAttention(parts.LayerOfLinears):
 
 
 def make_projection(
-    hidden_size: int,
-    channels: int,
-    fused: bool,
-    options: dict[str, Any],
-    heads: Mapping[str, int],
-    norm: dict[str, Any] | None,
-    name: str | None,
-) -> Linear | LayerNormLinear:
+    hidden_size: int, channels: int, fused: bool, options: dict[str, Any], heads: Mapping[str, int],
+    norm: dict[str, Any] | None, name: str | None,
+) -> Linear | LayerNormLinear:  # fmt: skip
     """Makes the linear of these heads, in as many parameters if not ``fused``; behind a norm of these options."""
     rows = {kind: count * channels for kind, count in heads.items()}
     split = None if fused or len(rows) == 1 else rows

@@ -84,14 +84,9 @@ def _gradient_(z: Tensor, targets: _Targets, lse: Tensor, label_smoothing: float
 
 @operation()
 def cross_entropy_statistics(
-    logits: Tensor,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    chunk_rows: int,
-    first: SymInt,
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, chunk_rows: int, first: SymInt,
     classes: SymInt,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes what losses need of logits [M, V]: V of ``classes`` classes, from ``first`` on. Targets are int64 [M].
 
     fp32 [2, M], or [3, M] with label smoothing: log-sum-exp, the logit of the target (0 where it is none of these
@@ -111,16 +106,9 @@ def _empty_statistics(logits: Tensor, target: Tensor, label_smoothing: float, *_
 
 @operation()
 def cross_entropy_backward(
-    dloss: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    chunk_rows: int,
-    first: SymInt,
-    classes: SymInt,
-) -> Tensor:
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, label_smoothing: float, ignore_index: int,
+    chunk_rows: int, first: SymInt, classes: SymInt,
+) -> Tensor:  # fmt: skip
     """The gradient of the logits [M, V] in their dtype, computed in fp32 and rounded once, from that of the losses [M].
 
     ``lse``, [M], is over all classes; the other arguments are those of :func:`cross_entropy_statistics`.
@@ -142,15 +130,9 @@ def _empty_dlogits(dloss: Tensor, logits: Tensor, *_: object) -> Tensor:
 
 @operation()
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    ignore_index: int,
-    chunk_rows: int,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, label_smoothing: float, ignore_index: int,
+    chunk_rows: int, needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum of the losses of ``hidden @ weight.t() + bias``, and its gradients: dhidden, dweight, dbias.
 
     ``hidden`` [M, D], ``weight`` [V, D] and ``bias`` [V] have one dtype, which dhidden has too; the rest is fp32. A
@@ -168,13 +150,9 @@ def linear_cross_entropy(
 
 
 def of_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    chunks: Iterator[slice],
-    needs: list[bool],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: Iterator[slice], needs: list[bool],
     of_chunk: Callable[[Tensor, slice], tuple[Tensor, Tensor | None]],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes :data:`linear_cross_entropy`; ``of_chunk``: from fp32 logits of some rows losses and gradient."""
     total, dhidden, dweight, dbias = _empty_linear(hidden, weight, needs)
     for each in (total, dweight, dbias):

@@ -59,14 +59,9 @@ class Operation(Generic[R]):
     """
 
     def __init__(
-        self,
-        name: str,
-        reference: Callable[..., R],
-        gpu: str,
-        mutates: Sequence[str],
-        random: bool,
+        self, name: str, reference: Callable[..., R], gpu: str, mutates: Sequence[str], random: bool,
         prepares: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.__doc__ = reference.__doc__
         self._declared = reference, gpu, mutates, random, prepares
         self.reference = reference

@@ -54,13 +54,9 @@ class CodedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
-        cls,
-        operands: Quantized,
-        quantizer: Quantizer,
-        shape: Sequence[int],
-        dtype: torch.dtype,
+        cls, operands: Quantized, quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype,
         stride: Sequence[int] | None = None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), strides=None if stride is None else tuple(stride), dtype=dtype,
             device=operands.any.codes.device,
@@ -342,13 +338,9 @@ def assign_all(
 
 
 def cast(
-    xs: Sequence[Tensor],
-    quantizers: Sequence[Quantizer],
-    scales: Sequence[Tensor | None],
-    groups: Sequence[dist.ProcessGroup | None],
-    amaxes: Sequence[Amaxes | None],
-    noop_flag: Tensor | None = None,
-) -> list[Quantized]:
+    xs: Sequence[Tensor], quantizers: Sequence[Quantizer], scales: Sequence[Tensor | None],
+    groups: Sequence[dist.ProcessGroup | None], amaxes: Sequence[Amaxes | None], noop_flag: Tensor | None = None,
+) -> list[Quantized]:  # fmt: skip
     """Quantizes many ``xs`` [M, K]: one launch a phase, and between the phases one all-reduce a group.
 
     Each with its quantizer, its delayed scale, the ranks that it reduces its amax over, and amaxes to cast with

@@ -384,13 +384,9 @@ class _Dequantize(torch.autograd.Function):
 
 
 def _rebuild(
-    inner: dict[str, Tensor],
-    context: tuple[Any, ...],
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    attributes: dict[str, Any],
-) -> QuantizedTensor:
+    inner: dict[str, Tensor], context: tuple[Any, ...], shape: tuple[int, ...], stride: tuple[int, ...],
+    requires_grad: bool, attributes: dict[str, Any],
+) -> QuantizedTensor:  # fmt: skip
     """Unpickles. Its arguments are plain data, so that files outlive the classes of today.
 
     ``torch.load(weights_only=True)`` trusts it once this module is imported.

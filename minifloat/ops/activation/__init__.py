@@ -158,15 +158,9 @@ def activation_forward(
 
 @operation("activation.kernels:cast")
 def activation_cast(
-    x: Tensor,
-    name: str,
-    parameters: Sequence[float],
-    scale: Tensor | None,
-    format: str,
-    rowwise: bool,
-    columnwise: bool,
-    k_major: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, name: str, parameters: Sequence[float], scale: Tensor | None, format: str, rowwise: bool,
+    columnwise: bool, k_major: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The :class:`~minifloat.ops.quantize.FusedCodes` of the activation of ``x`` [M, K].
 
     With a ``scale``, fp32 [1], and a format of rule "given" the fp32 result is cast. Without one it is rounded to the
@@ -199,17 +193,9 @@ def activation_backward(
 
 @operation("activation.kernels:backward_cast")
 def activation_backward_cast(
-    dy: Tensor,
-    x: Tensor,
-    name: str,
-    parameters: Sequence[float],
-    scale: Tensor | None,
-    format: str,
-    rowwise: bool,
-    columnwise: bool,
-    k_major: bool,
-    with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, name: str, parameters: Sequence[float], scale: Tensor | None, format: str, rowwise: bool,
+    columnwise: bool, k_major: bool, with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient with respect to ``x`` [M, K], cast as :func:`activation_cast` does, and dbias.
 
     With a given scale the cast reads the fp32 gradient of plain activations; that of a gated one is rounded to the
@@ -249,17 +235,9 @@ def _column_sum(dx: Tensor, wanted: bool) -> Tensor:
 
 @operation("activation.kernels:forward_groups")
 def grouped_activation(
-    x: Tensor,
-    probabilities: Tensor | None,
-    offsets: Tensor,
-    scales: Tensor | None,
-    name: str,
-    parameters: Sequence[float],
-    with_amax: bool,
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-) -> list[Tensor]:
+    x: Tensor, probabilities: Tensor | None, offsets: Tensor, scales: Tensor | None, name: str,
+    parameters: Sequence[float], with_amax: bool, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
     """y [M, N] of ``x`` [M, N], or [M, 2 N] if the activation is gated, and its amaxes; or what ``grouped_cast`` gives.
 
     y = p act(x) is computed in fp32 and rounded once to the dtype of x. Where ``formats`` are given, each group's rows
@@ -287,18 +265,9 @@ def _(x: Tensor, _p: Any, offsets: Tensor, _s: Any, name: str, _parameters: Any,
 
 @operation("activation.kernels:backward_groups")
 def grouped_activation_backward(
-    dy: Tensor,
-    x: Tensor,
-    probabilities: Tensor | None,
-    offsets: Tensor,
-    scales: Tensor | None,
-    name: str,
-    parameters: Sequence[float],
-    with_amax: bool,
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-) -> list[Tensor]:
+    dy: Tensor, x: Tensor, probabilities: Tensor | None, offsets: Tensor, scales: Tensor | None, name: str,
+    parameters: Sequence[float], with_amax: bool, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
     """dx and its amaxes, or its casts; and then the gradients of the probabilities, fp32 [M], or [0] without them.
 
     In blocks, each half of what a gated activation has for input must be whole ones.

@@ -60,16 +60,9 @@ def _cast_and_record(count: int) -> Operation[tuple[Tensor, ...]]:
     """The operation for ``count`` casts: the compiler takes none that writes to a tensor and returns a list."""
 
     def run(
-        xs: Sequence[Tensor],
-        scale: Tensor,
-        history: Tensor,
-        forward: bool,
-        slots: Sequence[int],
-        cast_of: Sequence[int],
-        formats: Sequence[str],
-        dims: Sequence[int],
-        k_major: Sequence[bool],
-    ) -> tuple[Tensor, ...]:
+        xs: Sequence[Tensor], scale: Tensor, history: Tensor, forward: bool, slots: Sequence[int],
+        cast_of: Sequence[int], formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         if forward:
             refuse_recomputation()
         given, sources = [scale[slots[i] : slots[i] + 1] for i in cast_of], [xs[i] for i in cast_of]

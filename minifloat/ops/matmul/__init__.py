@@ -162,16 +162,9 @@ class Product:
 
 @lru_cache(MOST_PRODUCTS)
 def product(
-    gemm: str,
-    a: str,
-    a_dim: int,
-    a_along: int,
-    b: str,
-    b_dim: int,
-    b_along: int,
-    device: torch.device,
+    gemm: str, a: str, a_dim: int, a_along: int, b: str, b_dim: int, b_along: int, device: torch.device,
     backend: str = "",
-) -> Product:
+) -> Product:  # fmt: skip
     """The GEMM of such operands on a device; ``backend`` "" lets the table of backends choose."""
     formats = parse(a), parse(b)
     chosen = backend or backends.backend(*formats, device)

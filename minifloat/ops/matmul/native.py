@@ -65,16 +65,9 @@ def cut(product: Tensor, m: int, n: int) -> Tensor:
 
 
 def per_tensor(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    out_dtype: torch.dtype,
-    bias: Tensor | None,
-    fast: bool,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-) -> Tensor:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, bias: Tensor | None, fast: bool,
+    out: Tensor | None = None, accumulate: bool = False,
+) -> Tensor:  # fmt: skip
     """``a`` [m, k] times ``b`` [n, k] transposed, one scale each, or [m, 1] and [1, n].
 
     A GPU writes it to ``out``, if that is a plain contiguous tensor at a multiple of 256 bytes, as the allocator gives

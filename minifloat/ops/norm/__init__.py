@@ -45,16 +45,9 @@ def check(x: Tensor, residual: Tensor | None, gamma: Tensor, beta: Tensor | None
 
 @operation("norm.kernels:norm_forward")
 def norm_forward(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    dtype: torch.dtype,
-    with_amax: bool = False,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str, eps: float, zero_centered: bool,
+    dtype: torch.dtype, with_amax: bool = False, residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``y`` [M, K] in ``dtype``, fp32 mean and rsigma [M] for backward (RMSNorm: an empty mean), amax of ``y``, total.
 
     ``y = (x - mean) * rsigma * g + beta`` with ``rsigma = 1 / sqrt(mean((x - mean)^2) + eps)``, where RMSNorm takes 0
@@ -77,19 +70,9 @@ def norm_forward(
 
 @operation("norm.kernels:norm_cast")
 def norm_cast(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    scale: Tensor | None,
-    format: str,
-    rowwise: bool,
-    columnwise: bool,
-    k_major: bool,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str, eps: float, zero_centered: bool,
+    scale: Tensor | None, format: str, rowwise: bool, columnwise: bool, k_major: bool, residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The norm's :class:`~minifloat.ops.quantize.FusedCodes`, then mean, rsigma and total.
 
     With a ``scale``, fp32 [1], and a format of rule "given" the fp32 norm is cast. Without one it is rounded to the
@@ -115,15 +98,9 @@ def _(x: Tensor, gamma: Tensor, beta: Tensor | None, *rest: Any) -> tuple[Tensor
 
 @operation("norm.kernels:norm_backward")
 def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor,
-    mean: Tensor,
-    rsigma: Tensor,
-    normalization: str,
-    zero_centered: bool,
+    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rsigma: Tensor, normalization: str, zero_centered: bool,
     dresidual: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``dx`` [M, K] in the dtype of ``x``; dgamma and dbeta [K] summed in fp32 and rounded to the dtype of gamma.
 
     With ``n = (x - mean) * rsigma`` and ``d = dy * g``: ``dx = rsigma * (d - mean(d) - n * mean(d * n))``, where

@@ -172,17 +172,9 @@ _forward = Kernel(norm_forward_kernel)
 
 
 def norm_forward(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    dtype: torch.dtype | None,
-    with_amax: bool = False,
-    residual: Tensor | None = None,
-    choice: NormTile | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str, eps: float, zero_centered: bool,
+    dtype: torch.dtype | None, with_amax: bool = False, residual: Tensor | None = None, choice: NormTile | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Implements the operation; with ``dtype`` None the statistics and the total alone."""
     check(x, residual, gamma, beta, normalization)
     rows, width = x.shape
@@ -254,21 +246,10 @@ CAST = Kernel(norm_cast_kernel, layouts=True)
 
 
 def norm_cast(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    normalization: str,
-    eps: float,
-    zero_centered: bool,
-    scale: Tensor | None,
-    format: str,
-    rowwise: bool,
-    columnwise: bool,
-    k_major: bool,
-    residual: Tensor | None = None,
-    choice: Tile | None = None,
-    sums: NormTile | None = None,
-) -> tuple[Tensor, ...]:
+    x: Tensor, gamma: Tensor, beta: Tensor | None, normalization: str, eps: float, zero_centered: bool,
+    scale: Tensor | None, format: str, rowwise: bool, columnwise: bool, k_major: bool, residual: Tensor | None = None,
+    choice: Tile | None = None, sums: NormTile | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Implements the operation; ``choice`` and ``sums``: tiles other than the pinned ones, of cast and statistics."""
     fmt, shape = parse(format), (x.shape[0], x.shape[1])
     x, gamma = ready(x), ready(gamma)
@@ -398,16 +379,9 @@ def backward_tile(width: int) -> NormTile:
 
 
 def norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor,
-    mean: Tensor,
-    rsigma: Tensor,
-    normalization: str,
-    zero_centered: bool,
-    dresidual: Tensor | None = None,
-    choice: NormTile | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rsigma: Tensor, normalization: str, zero_centered: bool,
+    dresidual: Tensor | None = None, choice: NormTile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Implements the operation."""
     assert dy.shape == x.shape, (dy.shape, x.shape)
     rows, width = x.shape

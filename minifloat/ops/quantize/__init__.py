@@ -31,14 +31,9 @@ def _(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list
 
 @operation("quantize.gpu:recorded_cast")
 def cast(
-    xs: Sequence[Tensor],
-    given: Sequence[Tensor | None],
-    rngs: Sequence[Tensor | None],
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-    noop: Tensor | None,
-) -> list[Tensor]:
+    xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], formats: Sequence[str],
+    dims: Sequence[int], k_major: Sequence[bool], noop: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
     """Casts each tensor to codes, scales and amax by ``reference.cast``; one that follows itself is read once.
 
     ``k_major``: in memory as a GEMM reads them that wants the contracted dim consecutive: the codes of a columnwise
@@ -79,17 +74,10 @@ _amax, _cast = amax.reference, cast.reference
 
 @operation("quantize.gpu:amax_and_cast", prepares=True)
 def amax_and_cast(
-    xs: Sequence[Tensor],
-    rngs: Sequence[Tensor | None],
-    amax_of: Sequence[int],
-    amax_formats: Sequence[str],
-    amax_dims: Sequence[int],
-    cast_of: Sequence[int],
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-    own_level: Sequence[int],
-) -> list[Tensor]:
+    xs: Sequence[Tensor], rngs: Sequence[Tensor | None], amax_of: Sequence[int], amax_formats: Sequence[str],
+    amax_dims: Sequence[int], cast_of: Sequence[int], formats: Sequence[str], dims: Sequence[int],
+    k_major: Sequence[bool], own_level: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
     """Both phases where no rank is asked between them: ``work.read_amaxes``, then codes and scales of each cast.
 
     The lists are those of :class:`~minifloat.ops.quantize.reference.CastRequest`.
@@ -118,15 +106,9 @@ def codes_and_scales(made: Sequence[Tensor]) -> list[Tensor]:
 
 @operation("quantize.decode:dequantize")
 def dequantize(
-    codes: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None,
-    format: str,
-    dim: int,
-    rows: SymInt,
-    cols: SymInt,
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, format: str, dim: int, rows: SymInt, cols: SymInt,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return reference.dequantize(codes, scale_inv, amax, parse(format), dim, rows, cols).to(dtype)
 
 

@@ -312,14 +312,9 @@ def block_tile(
 
 
 def constants(
-    job: CastJob,
-    variant: int,
-    rule: ScaleRule | None,
-    can_skip: bool,
-    sizes: Aligned,
-    choice: Tile,
+    job: CastJob, variant: int, rule: ScaleRule | None, can_skip: bool, sizes: Aligned, choice: Tile,
     spread: Layouts | None,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """Returns those of ``cast_block_kernel`` for jobs like this one; without a rule it finds amaxes."""
     (fmt, given), column = _kind(job.targets[0]), job.column
     return (
@@ -370,14 +365,9 @@ def scale_strides(out: FusedCodes) -> tuple[int, int, int, int]:
 
 
 def fused_tile(
-    kernel: str,
-    choice: Tile | None,
-    x: Tensor,
-    shape: tuple[int, int],
-    fmt: Format,
-    wanted: Sequence[bool],
+    kernel: str, choice: Tile | None, x: Tensor, shape: tuple[int, int], fmt: Format, wanted: Sequence[bool],
     shown: bool = False,
-) -> tuple[Tile, bool]:
+) -> tuple[Tile, bool]:  # fmt: skip
     """The tile of ``kernel``, and whether it goes through shared memory, of a value of ``shape`` in the dtype of ``x``.
 
     Args:

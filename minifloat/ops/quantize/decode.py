@@ -184,15 +184,9 @@ class Factors(NamedTuple):
 
 
 def dequantize(
-    codes: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None,
-    format: str,
-    dim: int,
-    rows: int,
-    cols: int,
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, format: str, dim: int, rows: int, cols: int,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Implements the operation; codes and scales of any strides."""
     fmt, levels, strides, inverse = parse(format), scale_inv, (0, 0), 1.0
     if fmt.scale_rule == "two_level":

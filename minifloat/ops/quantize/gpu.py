@@ -61,16 +61,10 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
 
 
 def cast(
-    xs: Sequence[Tensor],
-    given: Sequence[Tensor | None],
-    rngs: Sequence[Tensor | None],
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-    noop: Tensor | None,
-    as_values: Sequence[bool] = (),
+    xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], formats: Sequence[str],
+    dims: Sequence[int], k_major: Sequence[bool], noop: Tensor | None, as_values: Sequence[bool] = (),
     shared: bool = False,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Implements the operation; a rowwise cast and the columnwise one of the same tensor after it are one pass.
 
     Args:
@@ -238,14 +232,9 @@ def recorded_amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[i
 
 
 def recorded_cast(
-    xs: Sequence[Tensor],
-    given: Sequence[Tensor | None],
-    rngs: Sequence[Tensor | None],
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-    noop: Tensor | None,
-) -> list[Tensor]:
+    xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], formats: Sequence[str],
+    dims: Sequence[int], k_major: Sequence[bool], noop: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
     """GPU implementation of ``ops.quantize.cast``."""
     distinct, of = _distinct(xs)
     flat: list[Tensor] = []

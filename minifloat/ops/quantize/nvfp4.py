@@ -210,13 +210,9 @@ LINE_AMAX = Kernel(line_amax_kernel)
 
 
 def amax(
-    xs: Sequence[Tensor],
-    fmt: Format,
-    dim: int,
-    amaxes: Sequence[Tensor],
-    choice: Tile | None = None,
+    xs: Sequence[Tensor], fmt: Format, dim: int, amaxes: Sequence[Tensor], choice: Tile | None = None,
     plain: Sequence[Tensor] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Raises each of ``amaxes`` to those of the rows (or columns) of its tensor, or to that of the rotated tensor.
 
     Args:
