@@ -31,14 +31,19 @@ WAYS = {"none": 1, "tp": 2, "etp": 4, "etp tp": 4, "fsdp": 3, "fsdp tp": 4}
 """How many ranks each way to split a model takes here; none divides all rows."""
 
 
-def make(seed: int, way: str) -> nn.Sequential:
+def mesh_of(way: str) -> Any:
+    """That of ranks which share a model's rows and of those of tensor parallelism; a task makes one for its models."""
+    if way == "none":
+        return None
+    size, tp = dist.get_world_size(), 2 if "tp" in way.split() else 1
+    return init_device_mesh("cpu", (size // tp, tp), mesh_dim_names=("rows", "tp"))
+
+
+def make(seed: int, way: str, mesh: Any = None) -> nn.Sequential:
     """Fused and gated parts, experts, fewer rows than ranks, a weight that is kept quantized, histories."""
     torch.manual_seed(seed)
     ranks: Any = {}
-    mesh: Any = None
-    if way != "none":
-        size, tp = dist.get_world_size(), 2 if "tp" in way.split() else 1
-        mesh = init_device_mesh("cpu", (size // tp, tp), mesh_dim_names=("rows", "tp"))
+    if mesh is not None:
         ranks = {"tp_mesh": mesh["tp"]} | ({"etp_group": mesh["rows"]} if "etp" in way else {})
     fused: Any = ranks | {"set_parallel_mode": True} if ranks else {}
     own = {key: group for key, group in ranks.items() if key == "etp_group"}
@@ -61,15 +66,15 @@ def make(seed: int, way: str) -> nn.Sequential:
     return model
 
 
-def start(seed: int, way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = make(seed, way)
+def start(seed: int, way: str, mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make(seed, way, mesh)
     trained = [p for p in model.parameters() if not isinstance(local_rows(p), QuantizedTensor)]
     return model, torch.optim.AdamW(trained, lr=0.01 * seed)
 
 
-def trained(seed: int, way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(seed: int, way: str, mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """After a step, with gradients that are the parameters of another model: the same values on any ranks."""
-    (model, optimizer), (other, _) = start(seed, way), start(seed + 1, way)
+    (model, optimizer), other = start(seed, way, mesh), make(seed + 1, way, mesh)
     for p, values in zip(model.parameters(), other.parameters(), strict=True):
         if p in optimizer.state or not isinstance(local_rows(p), QuantizedTensor):
             p.grad = values.detach().clone()
@@ -89,36 +94,37 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def save(rank: int, size: int, folder: str, way: str) -> None:
-    model, optimizer = trained(1, way)
+    model, optimizer = trained(1, way, mesh_of(way))
     state = {"model": sharded_state_dict(model), "optimizer": sharded_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder)
 
 
-def load(rank: int, size: int, folder: str, way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, optimizer = start(5, way)
-    state = {"model": sharded_state_dict(model), "optimizer": sharded_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    load_sharded_state_dict(model, state["model"])
-    load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return everything(model, optimizer), everything(*trained(1, way))
+def load(rank: int, size: int, folders: list[str], way: str) -> None:
+    mesh = mesh_of(way)
+    wanted = everything(*trained(1, way, mesh))
+    for folder in folders:
+        model, optimizer = start(5, way, mesh)
+        state = {"model": sharded_state_dict(model), "optimizer": sharded_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+        load_sharded_state_dict(model, state["model"])
+        load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
+        assert_same(everything(model, optimizer), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in one process
-@pytest.mark.parametrize("loader", WAYS)
-@pytest.mark.parametrize("saver", WAYS)
-def test_saved_by_one_loaded_by_another(worker_pool: Pools, tmp_path: Path, saver: str, loader: str) -> None:
-    folder = str(tmp_path)
-    if saver == "none":
-        save(0, 1, folder, saver)
-    else:
-        worker_pool(WAYS[saver]).run(save, folder, saver)
-    results = [load(0, 1, folder, loader)] if loader == "none" else worker_pool(WAYS[loader]).run(load, folder, loader)
-    for found, wanted in results:
-        assert_same(found, wanted)
+@pytest.mark.parametrize("pairs", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_saved_by_one_loaded_by_another(worker_pool: Pools, tmp_path: Path, pairs: str) -> None:
+    """Some: of one process and each other way, both ways, and of each way and the one before it."""
+    files = [str(tmp_path / way) for way in WAYS]
+    for file, (way, ranks) in zip(files, WAYS.items(), strict=True):
+        save(0, 1, file, way) if ranks == 1 else worker_pool(ranks).run(save, file, way)
+    for i, (way, ranks) in enumerate(WAYS.items()):
+        chosen = files if pairs == "all" or way == "none" else [files[0], files[i - 1 or -1]]
+        load(0, 1, chosen, way) if ranks == 1 else worker_pool(ranks).run(load, chosen, way)
 
 
 def save_own(rank: int, size: int, folder: str) -> None:
-    dcp.save(make(1, "fsdp").state_dict(), checkpoint_id=folder)
+    dcp.save(make(1, "fsdp", mesh_of("fsdp")).state_dict(), checkpoint_id=folder)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -136,7 +142,8 @@ def test_a_file_of_fsdp2_is_converted(worker_pool: Pools, tmp_path: Path) -> Non
 
 
 def whole(rank: int, size: int, way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model, other = make(5, way), make(1, way)
+    mesh = mesh_of(way)
+    model, other = make(5, way, mesh), make(1, way, mesh)
     load_sharded_state_dict(model, sharded_state_dict(make(1, "none")))
     key, values = next(iter(sharded_state_dict(make(1, "none")).items()))
     with pytest.raises(ValueError, match=r"0\.qkv\.norm\.weight is \(25,\) and \(24,\) is needed"):
