@@ -338,15 +338,6 @@ def test_recipes_that_take_turns() -> None:
     assert_same(*results)
 
 
-def test_amaxes_count_once() -> None:
-    model, _ = twins(RECIPES["delayed"], own=True)
-    for number in range(3):
-        run_model(model, batch(number), ours).sum().backward()
-    history = model[0].up.forward_scaling.amax_history  # type: ignore[union-attr]
-    assert torch.equal(history[1:, 0], torch.stack([batch(number).abs().max() for number in (1, 2)]))  # type: ignore[index]
-    assert history[0, 0] == 0  # type: ignore[index]
-
-
 # ---- hooks on saved tensors ----
 
 
@@ -372,18 +363,6 @@ def test_save_on_cpu(name: str) -> None:
 
 
 OFFLOADED = {"plain": offloaded_outside(plain), "reentrant": offloaded_outside(reentrant)}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_saved_tensor_passes_the_hooks(name: str) -> None:
-    """What a layer keeps for backward is all in tensors that hooks see: copies of them do."""
-    first, second = twins(RECIPES[name], own=True)
-
-    def way(function: Way, *args: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
-            return function(*args)
-
-    assert_same(train(first, without), train(second, way))
 
 
 # ---- recomputations without a tape ----

@@ -27,13 +27,15 @@ from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.etp_linears import Data, make, queue, recorded, set_prefetch, set_recast, sgd, step
 from tests.helpers.memory import live_storages
 from tests.helpers.recipes import STATELESS_LINEAR
+from tests.helpers.sample import each_once
 
 # ---- bytes ----
 
 
-def gathered(rank: int, size: int, recipe: Any) -> None:
-    """Of even, uneven and empty shards."""
-    for n in (16 * size, 23, size - 1) if size == 2 else (23, size - 1):
+def gathered(rank: int, size: int, recipes: list[str]) -> None:
+    """Of even, uneven and empty shards in turn."""
+    for i, name in enumerate(recipes):
+        recipe, n = STATELESS_LINEAR[name], (23, 16 * size, 23, size - 1)[i % 4]
         torch.manual_seed(n)
         whole = Linear(20, n, recipe=recipe)
         torch.manual_seed(n)
@@ -58,12 +60,7 @@ def gathered(rank: int, size: int, recipe: Any) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_is_gathered_is_the_quantized_whole(worker_pool: Pools, size: int) -> None:
     weights = {linear_config(recipe).weight: name for name, recipe in STATELESS_LINEAR.items()}
-    worker_pool(size).run(gathered_by_all, list(weights.values()))
-
-
-def gathered_by_all(rank: int, size: int, names: list[str]) -> None:
-    for name in names:
-        gathered(rank, size, STATELESS_LINEAR[name])
+    worker_pool(size).run(gathered, list(weights.values()))
 
 
 # ---- predictions ----
@@ -157,6 +154,7 @@ def test_a_steady_loop_wastes_no_gather(rank: int, size: int, depth: int) -> Non
     assert counts[1:] == [(8, 0, 8 if depth == 0 else 1)] * 3  # nothing is predicted of a step's first
 
 
+@each_once
 @pytest.mark.parametrize(("first", "casts"), [((None,) * 3, 3), ((True, False, False), 1)])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @on_ranks(2)
@@ -193,9 +191,9 @@ def test_weights_are_cast_together_once_a_pass_or_a_step(
 )
 @on_ranks(2)
 def test_repeated_casts_change_no_number(rank: int, size: int, recipe: str, width: int, depth: int) -> list[str]:
-    """What is wrong where codes are freed after a forward, in all scenarios of one case."""
+    """What is wrong where codes are freed after a forward, in more scenarios of one case."""
     wrong = []
-    for name in [each for each in etp.SCENARIOS if each != "written between"] if depth == 2 else FEW:
+    for name in [*FEW, "skipped", "evaluated", "1F1B", "retained", "frozen"] if depth == 2 else FEW:
         nets, results = [make(sharded, recipe, width=width) for sharded in (False, True)], []
         set_recast(nets[1])
         set_prefetch(nets[1], depth, 1000)
@@ -313,6 +311,7 @@ def step_by_vector(net: nn.Module) -> None:
 UNSEEN = {"data": step_by_data, "vector": step_by_vector}
 
 
+@each_once
 @pytest.mark.parametrize("first", [(None,), (None, None), (True, False)])
 @pytest.mark.parametrize("how", UNSEEN)
 @on_ranks(2)
@@ -447,6 +446,7 @@ class Operations(TorchDispatchMode):
         return out
 
 
+@each_once
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("recipe", ["none", "current"])
 @on_ranks(2)
@@ -477,7 +477,7 @@ def test_steps_allocate_alike_and_leave_no_memory_behind(rank: int, size: int, r
 @pytest.mark.parametrize("recipe", ["none", "mxfp8"])  # exact for powers of two
 @on_ranks(2)
 def test_delays_change_no_number(rank: int, size: int, recipe: str) -> None:
-    """Neighbours of one shape, filled with 1 and -1 times a power of two, written in each of 100 steps.
+    """Neighbours of one shape, filled with 1 and -1 times a power of two, written in each of 40 steps.
 
     Casts, collectives and what waits for them begin late, on each rank at another time.
     """
@@ -497,7 +497,7 @@ def test_delays_change_no_number(rank: int, size: int, recipe: str) -> None:
         mock.patch.object(rows, "quantize_shards", late(rows.quantize_shards)),
         mock.patch.object(prefetch_queue.Pending, "wait", late(prefetch_queue.Pending.wait)),
     ):
-        for repetition in range(100):
+        for repetition in range(40):
             value = 2.0 ** (repetition % 3 - 1)
             for i, layer in enumerate(net):
                 nn.init.constant_(layer.weight, (-1.0) ** i * value)

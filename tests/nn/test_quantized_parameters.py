@@ -258,12 +258,6 @@ def test_forward_and_backward_inside_and_outside(name: str, forward: bool) -> No
 
 
 @each_recipe
-def test_own_recipe_of_the_layer(name: str) -> None:
-    layer = quantized_linear(RECIPES[name], own=True)
-    assert_same(step(layer, nullcontext()), step(quantized_linear(RECIPES[name]), autocast(recipe=RECIPES[name])))
-
-
-@each_recipe
 def test_frozen_and_evaluation(name: str) -> None:
     layer = quantized_linear(RECIPES[name])
     layer.requires_grad_(False)

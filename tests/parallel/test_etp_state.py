@@ -17,12 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import minifloat
 from minifloat import (
-    EtpEmbedding,
-    GroupedLinear,
     LayerNormMLP,
     Linear,
     MultiheadAttention,
-    VocabParallelEmbedding,
     quantized_model_init,
 )
 from minifloat.distributed import reduce_replicated
@@ -34,7 +31,6 @@ from minifloat.parallel.state_dict import (
     sharded_optimizer_state_dict,
     sharded_state_dict,
 )
-from minifloat.tensor import QuantizedTensor
 from tests.helpers.compare import same_on_all_ranks
 from tests.helpers.distributed_pool import Pools, on_ranks, process_group
 from tests.helpers.fused_model import assert_same
@@ -134,38 +130,6 @@ def load(rank: int, size: int, folder: str, shape: Shape, master: bool = False) 
         other_optimizer.step()
 
 
-SHAPES = [(1, 2, 1), (1, 1, 2), (1, 4, 1), (1, 2, 2)]
-LOADS = [
-    pytest.param((1, 4, 1), [(1, 2, 1), (1, 2, 2)], id="rows"),
-    pytest.param((1, 2, 2), [(1, 1, 2), (1, 4, 1)], id="rows of tensor-parallel parts"),
-    pytest.param((2, 2, 1), [(1, 2, 2)], id="rows twice"),
-    pytest.param((1, 4, 1), [(1, 8, 1)], marks=pytest.mark.slow, id="on eight ranks"),
-    *(pytest.param(saved, SHAPES, marks=pytest.mark.slow) for saved in ((1, 4, 1), (1, 2, 2), (2, 2, 1))),
-]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in one process
-@pytest.mark.parametrize(("saved", "loaded"), LOADS)
-def test_saved_and_loaded(worker_pool: Pools, tmp_path: Path, saved: Shape, loaded: list[Shape]) -> None:
-    folder = str(tmp_path / "checkpoint")
-    worker_pool(4).run(save, folder, saved)
-    for shape in loaded:
-        worker_pool(shape[0] * shape[1] * shape[2]).run(load, folder, shape)
-    load(0, 1, folder, (1, 1, 1))
-    state = sharded_state_dict(make(5))
-    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    for key, value in state.items():  # what several ranks have is there once
-        pieces = [chunk.sizes.numel() for chunk in entries[f"model.{key}"].chunks]  # type: ignore[union-attr]
-        assert sum(pieces) == value.numel() and 0 not in pieces, key
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_from_one_process(worker_pool: Pools, tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    save(0, 1, folder, (1, 1, 1))
-    worker_pool(4).run(load, folder, (1, 2, 2))
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_master_weights(worker_pool: Pools, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
@@ -221,55 +185,6 @@ def test_whole_tensors_are_cut(rank: int, size: int, shape: Shape) -> None:
     others = sharded_state_dict(make(1, (1, 4, 1) if shape[2] > 1 else (1, 2, 2)))
     with pytest.raises(ValueError, match=r"0\.qkv\.\w+ is .* and this rank has .*own sharded_state_dict"):
         load_sharded_state_dict(model, others)
-
-
-def others(seed: int) -> nn.Sequential:
-    """Rows of tables, one of a vocabulary that does not divide; of each expert's weight; of one that is quantized."""
-    torch.manual_seed(seed)
-    group: Any = None
-    ranks: Any = {}
-    if dist.is_initialized():
-        group, size = process_group(), dist.get_world_size()
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("etp", "tp"))
-        ranks = {"tp_mesh": mesh["tp"], "etp_group": mesh["etp"]}
-    tables = VocabParallelEmbedding(27, 8, **ranks), EtpEmbedding(9, 8, etp_group=group)
-    with quantized_model_init(recipe="mxfp8"):
-        kept = Linear(32, 70, etp_group=group)
-    single = GroupedLinear(3, 8, OUT, single_grouped_weight=True, etp_group=group)
-    return nn.Sequential(*tables, single, GroupedLinear(2, 8, 7, etp_group=group), kept)
-
-
-def _values(t: Tensor) -> Tensor:
-    return t.dequantize() if isinstance(t, QuantizedTensor) else t
-
-
-def _save_others(rank: int, size: int, folder: str) -> None:
-    dcp.save(sharded_state_dict(others(1)), checkpoint_id=folder)
-
-
-def _load_others(rank: int, size: int, folder: str) -> None:
-    wanted = others(1).state_dict()
-    model, other, third = others(2), others(3), others(4)
-    state = sharded_state_dict(model)
-    dcp.load(state, checkpoint_id=folder)
-    load_sharded_state_dict(model, state)
-    if dist.is_initialized():
-        whole = torch.load(folder + "/whole")
-        load_sharded_state_dict(other, whole)
-        third.load_state_dict(whole)
-    else:
-        torch.save(state, folder + "/whole")
-    for each in (model, other, third) if dist.is_initialized() else (model,):
-        for key, value in each.state_dict().items():
-            assert torch.equal(_values(value), _values(wanted[key])), key
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_tables_experts_and_quantized_weights(worker_pool: Pools, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    worker_pool(4).run(_save_others, folder)
-    _load_others(0, 1, folder)
-    worker_pool(2).run(_load_others, folder)
 
 
 def _save_async(rank: int, size: int, folder: str) -> None:

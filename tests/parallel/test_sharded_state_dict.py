@@ -10,21 +10,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import minifloat
 from minifloat import LayerNormLinear, Linear, TransformerLayer, prepare, quantized_model_init
 from minifloat.parallel.parallelize import parallelize
 from minifloat.parallel.state_dict import (
     SavedShard,
-    load_sharded_optimizer_state_dict,
     load_sharded_state_dict,
     sharded_optimizer_state_dict,
     sharded_state_dict,
 )
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor
-from tests.helpers.distributed_pool import Pools, on_ranks
+from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 
 HIDDEN, HEADS, VOCABULARY = 24, 12, 26
@@ -61,76 +59,6 @@ def sharded(seed: int) -> nn.Module:
     return parallelize(make(seed), dist.group.WORLD, plan=plan)  # type: ignore[arg-type]
 
 
-def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and an optimizer after a step, whose gradients are the parameters of another model."""
-    model, gradients = sharded(seed), sharded(seed + 1)
-    for p, other in zip(model.parameters(), gradients.parameters(), strict=True):
-        p.grad = other.detach().clone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
-    optimizer.step()
-    return model, optimizer
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = {
-        f"{name} of {key}": value
-        for key, p in model.named_parameters()
-        for name, value in optimizer.state[p].items()
-    }  # fmt: skip
-    rates = {"rate": torch.tensor([group["lr"] for group in optimizer.param_groups])}
-    return {key: value.detach().clone() for key, value in (model.state_dict() | state | rates).items()}
-
-
-def save(rank: int, size: int, folder: str) -> None:
-    model, optimizer = trained(1)
-    state = {"model": sharded_state_dict(model), "optimizer": sharded_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=folder)
-
-
-def load(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = sharded(5)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
-    state = {"model": sharded_state_dict(model), "optimizer": sharded_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    load_sharded_state_dict(model, state["model"])
-    load_sharded_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return everything(model, optimizer), everything(*trained(1))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in one process
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [(2, 1), (1, 2), (3, 4), *[pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 3), (4, 2))]]
-)
-def test_saved_and_loaded(worker_pool: Pools, tmp_path: Path, saved: int, loaded: int) -> None:
-    """Parameters, buffers, optimizer state and hyperparameters are those that the saved model would have here."""
-    folder = str(tmp_path / "checkpoint")
-    if saved == 1:
-        save(0, 1, folder)
-    else:
-        worker_pool(saved).run(save, folder)
-    results = [load(0, 1, folder)] if loaded == 1 else worker_pool(loaded).run(load, folder)
-    for found, wanted in results:
-        assert_same(found, wanted)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_replicas_save_once(worker_pool: Pools, tmp_path: Path) -> None:
-    """Two replicas of two ranks: what replicas have alike is in the checkpoint once."""
-    worker_pool(4).run(_save_replicas, str(tmp_path))
-    state = sharded_state_dict(make(5))
-    dcp.load(state, checkpoint_id=str(tmp_path))
-    assert_same(state, sharded_state_dict(make(1)))
-    saved = dcp.FileSystemReader(str(tmp_path)).read_metadata().state_dict_metadata
-    for key, value in state.items():
-        pieces = [chunk.sizes.numel() for chunk in saved[key].chunks]  # type: ignore[union-attr]
-        assert sum(pieces) == value.numel() and len(pieces) <= 2, key
-
-
-def _save_replicas(rank: int, size: int, folder: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dcp.save(sharded_state_dict(parallelize(make(1), mesh["tp"])), checkpoint_id=folder)
-
-
 def test_same_keys_everywhere(worker_pool: Pools) -> None:
     here = sharded_state_dict(make(1))
     for keys in worker_pool(2).run(_keys):
@@ -159,14 +87,6 @@ def _keys(rank: int, size: int) -> list[str]:
     model = sharded(1)
     assert sharded_state_dict(model)["norm.weight"].data_ptr() == model.norm.weight.data_ptr()  # type: ignore[union-attr, operator]
     return [*state]
-
-
-@on_ranks(2)
-def test_whole_tensors_are_cut(rank: int, size: int) -> None:
-    """An unsharded model's state goes straight into a sharded one."""
-    model = sharded(5)
-    load_sharded_state_dict(model, sharded_state_dict(make(1)))
-    assert_same(model.state_dict(), sharded(1).state_dict())
 
 
 def test_histories_come_and_go() -> None:
