@@ -71,7 +71,7 @@ def _block128(a: Format, b: Format, device: torch.device) -> Support:
 
 
 def swizzled(a: Format, b: Format, device: torch.device) -> Support:
-    """Whether cuBLASLt multiplies these as MXFP8 or NVFP4, as ``ops/matmul/block_scaled.py`` writes them, and why."""
+    """Whether cuBLASLt multiplies these as MXFP8 or NVFP4, as ``ops/matmul/native.py`` writes them, and why."""
     capability, cuda = _device_facts(device)
     if capability[0] < 10 or cuda < (12, 8):
         return False, _lacks(device, "cuBLASLt's MXFP8 and NVFP4 (sm_100 and later, CUDA 12.8)")

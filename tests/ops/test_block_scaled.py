@@ -18,7 +18,7 @@ from minifloat import Linear, backends
 from minifloat.formats import Format
 from minifloat.formats.elements import E2M1
 from minifloat.ops import matmul
-from minifloat.ops.matmul import CONTRACTED, Product, _Matrix, block_scaled, native, reference
+from minifloat.ops.matmul import CONTRACTED, Product, _Matrix, native, reference
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import named
 from tests.helpers.compare import assert_same_bits
@@ -164,7 +164,6 @@ def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 want = matmul.stepped("native", *pair, False, True)(a, b, dtype, bias, False, None)
                 replay_on_cpu(patch)
                 patch.setattr(native, "has_kernels", lambda x: True)
-                patch.setattr(block_scaled, "has_kernels", lambda x: True)
                 if call and size == "whole":
                     nothing_else(patch)
                 got = made(a, b, dtype, bias, False, None)

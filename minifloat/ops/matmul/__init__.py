@@ -16,7 +16,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import new
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.log import library
-from minifloat.ops.matmul import block_scaled, emulated, native, reference
+from minifloat.ops.matmul import emulated, native, reference
 from minifloat.ops.matmul.native import cut
 from minifloat.ops.matmul.reference import finish, scaled
 
@@ -90,7 +90,7 @@ class Product:
         a, b: ``Format.spec`` of the operands, the dim that each was cast along, and the dim that is contracted.
         backend: of the table of backends.
         kernels: our own run on the device.
-        swizzled: the native product is that of ``block_scaled``.
+        swizzled: the native product is ``native.swizzled``.
     """
 
     def __init__(
@@ -313,8 +313,8 @@ def stepped(backend: str, a: Format, b: Format, kernels: bool, swizzled: bool = 
         direct, prepare = partial(emulated.is_direct, a, b), partial(emulated.prepare, writer)
         steps = Steps(prepare, emulated.multiply, direct, finishing, whole=whole)
     elif swizzled:
-        direct, multiply = partial(block_scaled.is_direct, a, b), partial(block_scaled.multiply, a, b)
-        steps = Steps(block_scaled.operands, multiply, direct, finishing)
+        direct, multiply = partial(native.swizzled_is_direct, a, b), partial(native.swizzled, a, b)
+        steps = Steps(native.swizzled_operands, multiply, direct, finishing)
     elif kernels and backends.is_mxfp4(b):
         steps = fold_kernels.STEPS
     else:

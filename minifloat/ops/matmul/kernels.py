@@ -275,7 +275,7 @@ def swizzle_kernel(
     outer, blocks, outer_stride, block_stride, across,
     OUTER_BLOCK: tl.constexpr, REPEAT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """``block_scaled.swizzle`` of one tile, each scale for ``OUTER_BLOCK`` rows and ``REPEAT`` blocks of the result."""
+    """``native.swizzle`` of one tile, each scale for ``OUTER_BLOCK`` rows and ``REPEAT`` blocks of the result."""
     program = tl.program_id(0)
     at = tl.arange(0, ROWS * COLS)
     row = program // across * ROWS + at % 16 // COLS * 32 + at // 16
