@@ -71,7 +71,8 @@ def quantize_shard(
     levels = reduce_amaxes(found, quantizers, group, in_place=amaxes is None)
     rngs = None
     if stochastic:
-        rng = _broadcast_seed(x, group) if rng is None else rng
+        if rng is None:  # all ranks draw, so that their generators stay in step
+            rng = wait_tensor(torch.ops._c10d_functional.broadcast(quantize.draw_seed(x), 0, group.name))
         firsts = [shards.whole_units(unit).first(group.rank) for unit in units]
         rngs = [torch.cat([rng, torch.full_like(rng[:1], first)]) for first in firsts]
     made = cast_all(sources, quantizers, levels, rngs, scales=[scale] * len(units))
@@ -112,13 +113,9 @@ def is_plain(quantizer: Quantizer) -> bool:
 
 
 def quantize_shards(
-    xs: Sequence[Tensor],
-    quantizers: Sequence[Quantizer],
-    maps: Sequence[ShardMap],
-    group: Group,
-    scales: Sequence[Tensor | None],
-    dims: Sequence[Collection[int]] | None = None,
-) -> list[tuple[Quantized, Repeat | None]]:
+    xs: Sequence[Tensor], quantizers: Sequence[Quantizer], maps: Sequence[ShardMap], group: Group,
+    scales: Sequence[Tensor | None], dims: Sequence[Collection[int]] | None = None,
+) -> list[tuple[Quantized, Repeat | None]]:  # fmt: skip
     """:func:`quantize_shard` of many matrices [rows, K], with one all-reduce for all amaxes and one launch a phase.
 
     Those that are not plain are cast one by one. Each comes with what repeats its cast, if this rank alone may.
@@ -196,11 +193,6 @@ def _cast_values_of(rowwise: Operand, quantizer: Quantizer, shards: ShardMap, gr
     owned = shards.whole_units(unit).rows[group.rank], rowwise.shape[1]
     values = _return_rows(rowwise._replace(shape=owned).dequantize(), unit, shards, group)
     return quantize_shard(values, quantizer, shards, group).columnwise
-
-
-def _broadcast_seed(x: Tensor, group: Group) -> Tensor:
-    """Seed and offset, int64 [2]. All ranks draw, so that their generators stay in step."""
-    return wait_tensor(torch.ops._c10d_functional.broadcast(quantize.draw_seed(x), 0, group.name))
 
 
 # ---- amax synchronization ----

@@ -356,9 +356,10 @@ class Linear(LinearState, nn.Linear):
         super()._mark_parameters()
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)) if self._exchange.mode else ():
             whole, split = self._partitions.get(kind), self.parameters_split or {}
-            one_of_parts = whole is not None and whole.dim == 0 and len(names) > 1
             for name in names:
-                own = whole.of_single(split[name.removesuffix(f"_{kind}")]) if whole and one_of_parts else whole
+                own = whole
+                if whole is not None and whole.dim == 0 and len(names) > 1:
+                    own = whole._replace(parts=(split[name.removesuffix(f"_{kind}")] * whole.size,))
                 mark(getattr(self, name), own)
 
     def _split(self, sizes: Mapping[str, int]) -> None:

@@ -34,10 +34,6 @@ class Partition(NamedTuple):
     size: int
     rank: int
 
-    def of_single(self, length: int) -> Partition:
-        """Returns the cut of one of the parts, of which this rank has ``length``."""
-        return self._replace(parts=(length * self.size,))
-
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the full shape of a parameter of which this rank's piece has ``shape``."""
         return tuple([extent * self.size if dim == self.dim else extent for dim, extent in enumerate(shape)])
@@ -49,13 +45,9 @@ class Partition(NamedTuple):
 
 
 def tensor_parallel(
-    label: str,
-    mode: Mode | None,
-    sequence_parallel: bool = False,
-    tp_group: dist.ProcessGroup | None = None,
-    tp_size: int = 1,
-    tp_mesh: DeviceMesh | None = None,
-) -> Local:
+    label: str, mode: Mode | None, sequence_parallel: bool = False, tp_group: dist.ProcessGroup | None = None,
+    tp_size: int = 1, tp_mesh: DeviceMesh | None = None,
+) -> Local:  # fmt: skip
     """Makes the exchange of a parallel layer from its constructor's arguments; :data:`LOCAL` for a single rank.
 
     Raises:
@@ -155,12 +147,9 @@ class SharedRows(nn.Module):
 
 
 def shard_rows(
-    layer: SharedRows,
-    group: Group,
-    reduction: Reduction,
-    replicas: tuple[Group, ...] = (),
+    layer: SharedRows, group: Group, reduction: Reduction, replicas: tuple[Group, ...] = (),
     shared: MutableMapping[Tensor, nn.Parameter] | None = None,
-) -> EtpRows:
+) -> EtpRows:  # fmt: skip
     """Replaces the parameters of the weight, of which all ranks have the same, by this rank's rows of them.
 
     Args:
