@@ -252,14 +252,9 @@ class DelayedCall:
     """
 
     def __init__(
-        self,
-        states: tuple[AmaxHistory, AmaxHistory],
-        recipe: DelayedScaling,
-        records: bool,
-        backward: bool,
-        context: autocast | None,
-        scale: Tensor | None = None,
-    ) -> None:
+        self, states: tuple[AmaxHistory, AmaxHistory], recipe: DelayedScaling, records: bool, backward: bool,
+        context: autocast | None, scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
         compiling = self.compiling = torch.compiler.is_compiling()
         forward = states[0].history(recipe, True, compiling)
         self.states = states

@@ -56,13 +56,9 @@ class OperandLayout(NamedTuple):
     columnwise_from_rowwise: Callable[..., Quantized] | None = None
 
     def operands(
-        self,
-        outputs: Iterator[Output],
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        values: Tensor | None = None,
+        self, outputs: Iterator[Output], shape: tuple[int, int], dtype: torch.dtype, values: Tensor | None = None,
         offsets: Tensor | None = None,
-    ) -> Quantized:
+    ) -> Quantized:  # fmt: skip
         """Makes the operands of a matrix of ``shape`` and ``dtype``.
 
         Args:
@@ -152,14 +148,10 @@ class Casts:
         )
 
     def __call__(
-        self,
-        xs: Sequence[Tensor],
-        amaxes: Sequence[Amaxes | None] | None = None,
-        rngs: Sequence[Tensor | None] | None = None,
-        *,
-        scales: Sequence[Tensor | None] | None = None,
+        self, xs: Sequence[Tensor], amaxes: Sequence[Amaxes | None] | None = None,
+        rngs: Sequence[Tensor | None] | None = None, *, scales: Sequence[Tensor | None] | None = None,
         noop_flag: Tensor | None = None,
-    ) -> list[Quantized]:
+    ) -> list[Quantized]:  # fmt: skip
         """Quantizes ``xs`` where no compiler traces it; arguments as of :func:`cast_all`.
 
         ``scales`` are not checked here: ``cast_all`` does that for the user's, and those of a history are right.
@@ -195,14 +187,9 @@ class Casts:
         return self._operands(matrices, made[0::2], made[1::2], self._nothing, self._nothing)
 
     def of_groups(
-        self,
-        x: Tensor,
-        offsets: Tensor,
-        scales: Tensor | None = None,
-        amax: Tensor | None = None,
-        rows: Tensor | None = None,
-        made: Sequence[Tensor] = (),
-    ) -> Quantized:
+        self, x: Tensor, offsets: Tensor, scales: Tensor | None = None, amax: Tensor | None = None,
+        rows: Tensor | None = None, made: Sequence[Tensor] = (),
+    ) -> Quantized:  # fmt: skip
         """Quantizes each group of rows of the one tensor ``x`` [..., K] by itself.
 
         Args:
@@ -299,13 +286,9 @@ class Casts:
         return drawn
 
     def by_operations(
-        self,
-        xs: Sequence[Tensor],
-        amaxes: Sequence[Amaxes | None] | None,
-        rngs: Sequence[Tensor | None] | None,
-        scales: Sequence[Tensor | None] | None,
-        noop_flag: Tensor | None,
-    ) -> list[Quantized]:
+        self, xs: Sequence[Tensor], amaxes: Sequence[Amaxes | None] | None, rngs: Sequence[Tensor | None] | None,
+        scales: Sequence[Tensor | None] | None, noop_flag: Tensor | None,
+    ) -> list[Quantized]:  # fmt: skip
         """Quantizes ``xs`` where a compiler, autograd or a dispatch mode sees each operation."""
         matrices = [as_matrix(x) for x in xs]
         both = amaxes is None and noop_flag is None and not self.takes_scales

@@ -123,13 +123,9 @@ def _from_bytes(data: Tensor, like: Tensor) -> Tensor:
 
 
 def start_all_gather_rows(
-    xs: Sequence[Tensor],
-    maps: Sequence[ShardMap],
-    group: Group,
-    into: Sequence[Tensor | None] | None = None,
-    *,
+    xs: Sequence[Tensor], maps: Sequence[ShardMap], group: Group, into: Sequence[Tensor | None] | None = None, *,
     overlapped: bool = True,
-) -> Pending[list[Tensor]]:
+) -> Pending[list[Tensor]]:  # fmt: skip
     """Gathers several tensors along their first dim, in one call of the backend.
 
     Equal row counts are received in place; others are padded to the largest and put together after the wait. Inside a

@@ -75,15 +75,9 @@ class OutputCast:
     """
 
     def __init__(
-        self,
-        x: Tensor,
-        quantizer: Quantizer,
-        *,
-        scale: Tensor | None = None,
-        fused: bool = False,
-        return_value: bool = False,
-        half: int | None = None,
-    ) -> None:
+        self, x: Tensor, quantizer: Quantizer, *, scale: Tensor | None = None, fused: bool = False,
+        return_value: bool = False, half: int | None = None,
+    ) -> None:  # fmt: skip
         facts = self.facts = _facts(quantizer)
         fp32 = facts.fp32 and not return_value
         self.x, self.matrix, self.quantizer = x, as_matrix(x), quantizer

@@ -156,13 +156,9 @@ class RoleCasts:
         self.casts = None if torch.compiler.is_compiling() else self.prepared
 
     def __call__(
-        self,
-        xs: Sequence[Tensor],
-        delayed_call: DelayedCall | None,
-        input_scale: Tensor | None = None,
-        amaxes: Sequence[Amaxes | None] | None = None,
-        noop_flag: Tensor | None = None,
-    ) -> list[Quantized]:
+        self, xs: Sequence[Tensor], delayed_call: DelayedCall | None, input_scale: Tensor | None = None,
+        amaxes: Sequence[Amaxes | None] | None = None, noop_flag: Tensor | None = None,
+    ) -> list[Quantized]:  # fmt: skip
         """Makes the operands of ``xs``; ``amaxes``: those of each tensor, None where they are still to be found.
 
         ``noop_flag``: as of :func:`cast_all`. An amax that delayed scaling records is then 0.

@@ -122,33 +122,20 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
         from minifloat.ops.replay import MOST_BYTES, Recorder  # which needs Triton
 
         forward, backward = Recorder(most_bytes=MOST_BYTES), Recorder(most_bytes=MOST_BYTES)
-    return Spec(
-        config,
-        options,
-        x,
-        w,
-        dy,
-        casts_w=w.quantized,
-        override=override,
-        along=ROWWISE if override == "dequantized" else COLUMNWISE,
-        saves_x=saves_x,
-        saves_value=saves_value,
-        again=config.input.with_usage(rowwise=False) if recasts else None,
-        shares_x=not saves_value and is_shared(x),
-        recompute_x=recompute_x,
-        emit_bf16=emit_bf16,
-        casts=LinearCasts(
-            RoleCasts((x, w), ("input", "weight"), device, emit_bf16),
-            RoleCasts((x,), ("input",), device, emit_bf16),
-            RoleCasts((w,), ("weight",), device, emit_bf16),
-            RoleCasts((dy,), ("grad_output",), device, dy_emit_bf16),
-        ),
-        forward=forward,
-        backward=backward,
-        eager=eager,
-        multiply=multiply,
-        multiply_rows=gemm.multiply_rows if options.batch_invariant else multiply,
+    casts = LinearCasts(
+        RoleCasts((x, w), ("input", "weight"), device, emit_bf16),
+        RoleCasts((x,), ("input",), device, emit_bf16),
+        RoleCasts((w,), ("weight",), device, emit_bf16),
+        RoleCasts((dy,), ("grad_output",), device, dy_emit_bf16),
     )
+    return Spec(
+        config, options, x, w, dy, casts_w=w.quantized, override=override, saves_x=saves_x, saves_value=saves_value,
+        along=ROWWISE if override == "dequantized" else COLUMNWISE,
+        again=config.input.with_usage(rowwise=False) if recasts else None,
+        shares_x=not saves_value and is_shared(x), recompute_x=recompute_x, emit_bf16=emit_bf16, casts=casts,
+        forward=forward, backward=backward, eager=eager, multiply=multiply,
+        multiply_rows=gemm.multiply_rows if options.batch_invariant else multiply,
+    )  # fmt: skip
 
 
 def is_shared(quantizer: Quantizer) -> bool:

@@ -34,13 +34,9 @@ class LocalWeight:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Any] = (),
-        tasks: list[Callable[[], None]] | None = None,
-        dtype: torch.dtype | None = None,
-        main_grad: bool = False,
-        overwrite: bool = False,
-    ) -> None:
+        self, parameters: Sequence[Any] = (), tasks: list[Callable[[], None]] | None = None,
+        dtype: torch.dtype | None = None, main_grad: bool = False, overwrite: bool = False,
+    ) -> None:  # fmt: skip
         self.parameters, self.tasks, self.dtype = parameters, tasks, dtype
         self.main_grad, self.overwrite = main_grad, overwrite
 

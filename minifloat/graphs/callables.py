@@ -72,15 +72,9 @@ class GraphedCallable:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        context: autocast,
-        cache: WeightCache | None,
-        microbatch: int,
-        progress: Progress,
-    ) -> None:
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], context: autocast,
+        cache: WeightCache | None, microbatch: int, progress: Progress,
+    ) -> None:  # fmt: skip
         self.module, self.context, self.cache, self.microbatch = module, context, cache, microbatch
         self.progress, self.places = progress, [-1, -1]
         self.forward = module.forward

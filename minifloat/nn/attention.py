@@ -280,14 +280,9 @@ class DotProductAttention(nn.Module):
         return Band(None if left == -1 else left, None if right == -1 else right)
 
     def _places(
-        self,
-        mask_type: str,
-        q: Tensor,
-        k: Tensor,
-        mask: Tensor | tuple[Tensor, Tensor] | None,
-        starts: tuple[Tensor | None, Tensor | None],
-        bottom_right: bool,
-    ) -> tuple[TokenPlaces, TokenPlaces] | tuple[None, None]:
+        self, mask_type: str, q: Tensor, k: Tensor, mask: Tensor | tuple[Tensor, Tensor] | None,
+        starts: tuple[Tensor | None, Tensor | None], bottom_right: bool,
+    ) -> tuple[TokenPlaces, TokenPlaces] | tuple[None, None]:  # fmt: skip
         """Finds the sequence and position of each token, of packed or padded sequences."""
         if self.qkv_format == "thd":
             self._check_unused("attention_mask", mask)

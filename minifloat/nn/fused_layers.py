@@ -299,14 +299,9 @@ class LayerNormMLP(parts.LayerOfParts):
             )
             needs_hidden = needs_x or parts.needs_gradient(w1, b1)
             call2, w2, b2 = linear_call.prepare(
-                fc2,
-                second,
-                dtype,
-                needs_hidden,
-                is_first_microbatch,
-                exchange=row,
+                fc2, second, dtype, needs_hidden, is_first_microbatch, exchange=row,
                 recompute_x=self.recompute_activation,
-            )
+            )  # fmt: skip
             norm = NormCall(own_norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             mlp = MLPCall(norm, self.activation, call1, call2)
             y, *extra = apply(LayerNormMLPFunction, mlp, x.to(dtype), residual, gamma, beta, w1, b1, w2, b2)

@@ -186,12 +186,9 @@ def weight_scale(layer: QuantizedWeights, name: str) -> Tensor:
 
 
 def bind_scale(
-    layer: QuantizedWeights,
-    name: str,
-    weight: QuantizedTensor,
-    values: Sequence[Tensor] = (),
+    layer: QuantizedWeights, name: str, weight: QuantizedTensor, values: Sequence[Tensor] = (),
     amax_group: dist.ProcessGroup | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Binds a weight under delayed scaling to the layer's scale for its casts from now on, first that of ``values``.
 
     Writes of an optimizer then use the scale that earlier amaxes gave, though no forward casts the weight.

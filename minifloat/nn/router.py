@@ -114,14 +114,9 @@ class TopKRouter(nn.Module):
         super().__init__()
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.selection = Selection(
-            top_k,
-            score_function,
-            score_before_top_k,
-            normalize_top_k,
-            num_groups or 1,
-            group_top_k or 1,
+            top_k, score_function, score_before_top_k, normalize_top_k, num_groups or 1, group_top_k or 1,
             scaling_factor,
-        )
+        )  # fmt: skip
         self._check(num_groups, group_top_k)
         self.aux_loss_coefficient, self.z_loss_coefficient = aux_loss_coefficient, z_loss_coefficient
         self.expert_bias_rate, self.logits_dtype, self.init_method = expert_bias_rate, logits_dtype, init_method

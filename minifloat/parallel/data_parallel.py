@@ -144,10 +144,9 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
 @torch.no_grad()
 def _synchronize(
-    quantized: Iterable[tuple[QuantizedTensor, Tensor, Tensor | None]],
-    buffers: Iterable[Tensor],
+    quantized: Iterable[tuple[QuantizedTensor, Tensor, Tensor | None]], buffers: Iterable[Tensor],
     group: dist.ProcessGroup,
-) -> None:
+) -> None:  # fmt: skip
     """Gives all ranks what the first one has.
 
     Each parameter comes with a copy of it, and its values before the first cast, as they were before DDP took it.

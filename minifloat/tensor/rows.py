@@ -31,14 +31,9 @@ class SavedRows(QuantizedTensor):
 
     @staticmethod
     def of(
-        source: QuantizedTensor,
-        operands: Quantized,
-        shape: Sequence[int],
-        stride: Sequence[int] | None = None,
-        *,
-        first: int = 0,
-        whole: bool,
-    ) -> SavedRows:
+        source: QuantizedTensor, operands: Quantized, shape: Sequence[int], stride: Sequence[int] | None = None, *,
+        first: int = 0, whole: bool,
+    ) -> SavedRows:  # fmt: skip
         """``operands``: of the rows from ``first`` on."""
         self = SavedRows(operands, source.quantizer, shape, source.dtype, stride)
         self.source, self.first, self.whole = source, first, whole
@@ -324,12 +319,9 @@ def _with_memory(empty: Operand, rows: int) -> Operand:
 
 
 def _rebuild_rows(
-    inner: dict[str, Tensor],
-    context: tuple[Any, ...],
-    cover: tuple[int, tuple[int, ...], int],
-    requires_grad: bool,
+    inner: dict[str, Tensor], context: tuple[Any, ...], cover: tuple[int, tuple[int, ...], int], requires_grad: bool,
     attributes: dict[str, Any],
-) -> QuantizedTensor:
+) -> QuantizedTensor:  # fmt: skip
     """Unpickles; its arguments are plain data, for ``torch.load(weights_only=True)`` as well."""
     unit, shards, rank = cover
     context = *context, (unit, ShardMap(tuple(shards)), rank, None)

@@ -79,13 +79,9 @@ class EtpWeight:
     # ---- the cast ----
 
     def cast(
-        self,
-        quantizer: Quantizer,
-        dtype: torch.dtype,
-        *,
-        first: bool | None = None,
+        self, quantizer: Quantizer, dtype: torch.dtype, *, first: bool | None = None,
         scales: Sequence[Tensor | None] | None = None,
-    ) -> Sequence[Quantized]:
+    ) -> Sequence[Quantized]:  # fmt: skip
         """This rank's rows as ``quantizer`` casts those of all ranks; a collective if they have changed.
 
         Args:
@@ -148,10 +144,7 @@ class EtpWeight:
         return cast.parts
 
     def parts(self, dim: int, values: bool = False) -> Parts | None:
-        """This rank's rows as they were cast last, for ``dim``, or their ``values``.
-
-        None if the parameters have changed since.
-        """
+        """This rank's rows as they were cast last, or their ``values``; None if the parameters have changed since."""
         cast = self._cast
         if cast is None or not self._is_current(cast, scales=not self._keeps_cast):
             return None
