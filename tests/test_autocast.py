@@ -175,23 +175,6 @@ def test_two_threads_take_turns_in_one_layer(monkeypatch: pytest.MonkeyPatch) ->
     assert not torch.equal(outputs["current"][0], outputs["mxfp8"][0])
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_an_exception_leaves_the_stack_as_it_was(depth: int) -> None:
-    """However deep inside it is raised."""
-
-    def enter(left: int) -> None:
-        if left == 0:
-            raise KeyError("inside")
-        with autocast(recipe="current"):
-            enter(left - 1)
-
-    with autocast(recipe="block") as outer:
-        with pytest.raises(KeyError):
-            enter(depth)
-        assert current() is outer
-    assert current() is None
-
-
 def test_a_context_may_be_entered_again() -> None:
     """Each time is a region of its own, whose end updates."""
     layer, context = Linear(8, 8), autocast(recipe=DELAYED)
@@ -425,19 +408,6 @@ def test_casts_use_the_scales_of_the_steps_before(spy: Spy) -> None:
     assert used[0] == (1.0, 1.0) and len(set(used)) == 4
 
 
-def test_input_kept_for_backward_is_cast_with_the_forward_scale(spy: Spy) -> None:
-    """With save_original_input, backward casts X again, although an update has changed the scale by then."""
-    layer = Linear(16, 8, save_original_input=True)
-    for step in range(3):
-        x = batch(step).requires_grad_()
-        with autocast(recipe=DELAYED):
-            scale = float(layer.forward_scaling.scale[0]) if step else 1.0
-            y = layer(x)
-        assert float(layer.forward_scaling.scale[0]) != scale or step == 2
-        y.sum().backward()
-        assert same_codes(spy["wgrad"][1], x, "e4m3", scale)
-
-
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 def test_a_layer_called_twice_in_a_region(own: bool, chained: bool) -> None:
@@ -593,20 +563,6 @@ def test_calibrating_without_delayed_scaling(recipe: str) -> None:
     assert not list(layer.buffers())
 
 
-def test_own_recipe_outside_of_any_context() -> None:
-    """Each layer is a region of its own: updated when its forward ends, and when its backward ends."""
-    model = TwoLayers(recipe=DELAYED)
-    for step in range(LENGTH + 1):
-        y = model(batch(step))
-        model.expect_forward()
-        model.expect_update("forward")
-        model.check()
-        y.square().sum().backward()
-        model.expect_backward()
-        model.expect_update("backward")
-        model.check()
-
-
 @pytest.mark.parametrize("context", [autocast(recipe="current"), autocast(enabled=False)])
 def test_own_recipe_inside_a_context_of_another(context: autocast) -> None:
     """The surrounding region's end is this layer's, too."""
@@ -746,26 +702,6 @@ def test_an_exception_in_a_forward_keeps_no_model() -> None:
     del layer
     gc.collect()
     assert alive() is None
-
-
-def test_two_regions_in_one_backward() -> None:
-    """The second region is complete, and its scales are read, before the first one's backward begins."""
-    models = TwoLayers(), TwoLayers()
-    models[1].load_state_dict(models[0].state_dict())
-    grads = []
-    for together, model in enumerate(models):
-        x, outputs = batch(0).requires_grad_(), []
-        for step in range(2):
-            with autocast(recipe=DELAYED):
-                outputs.append(model(x * 10.0**step).square().sum())
-        if together:
-            (outputs[0] + outputs[1]).backward()
-        else:
-            outputs[1].backward()
-            outputs[0].backward()
-        grads.append(x.grad)
-    assert torch.equal(grads[0], grads[1])  # type: ignore[arg-type]
-    _assert_same_state(models[0], _state_of(models[1]))
 
 
 def test_an_exception_caught_inside_does_not_skip_the_update() -> None:

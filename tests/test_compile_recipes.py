@@ -293,13 +293,3 @@ def test_recipe_of_a_context_in_compiled_code_changes() -> None:
                 recipe = RECIPES[name]()
                 pair.step(torch.randn(6, IN), seed=1)
     assert graphs() == 3
-
-
-@first_by_default
-@pytest.mark.parametrize("way", ["outside", "own"])
-def test_recipe_changes_with_and_without_delayed_scaling(way: str) -> None:
-    """Histories stand still under another recipe, and go on afterwards."""
-    pair = Ways(RECIPES["delayed"], way)
-    for name in ("delayed", "current", "delayed", "delayed", "nvfp4", "delayed"):
-        pair.make = RECIPES[name]
-        pair.step(torch.randn(6, IN), seed=1)

@@ -598,9 +598,6 @@ def test_accumulators(recipe: Recipe, fast: tuple[bool, bool, bool]) -> None:
     assert (plan.fast_fprop, plan.fast_dgrad, plan.fast_wgrad) == fast
 
 
-GIVEN, WIDE, STRIP, SQUARE = "e4m3/tensor/given", "e5m2/tensor/given", "e4m3/1x128/pow2", "e4m3/128x128/pow2"
-
-
 OVERRIDDEN: list[Recipe] = [
     Float8CurrentScaling(backward_override="dequantized"),
     NVFP4BlockScaling(backward_override="high_precision"),

@@ -195,14 +195,6 @@ def test_tokens(recipe: Any, bias: bool) -> None:
         assert not found[0][0][5].any() and not found[0][1][5].any()
 
 
-def test_a_bias_is_multiplied_too() -> None:
-    mlp = make(None, bias=True).float()
-    x, p = torch.randn(sum(COUNTS), H), torch.rand(sum(COUNTS))
-    torch.testing.assert_close(mlp(x, COUNTS, probabilities=p), mlp(x, COUNTS) * p[:, None])
-    with torch.no_grad():
-        torch.testing.assert_close(make(None).float()(x, COUNTS, None, p), make(None).float()(x, COUNTS) * p[:, None])
-
-
 def test_results_with_a_bias_have_probabilities_of_fp32() -> None:
     """Rounded once, of rows and of tokens, which are sums of their rows."""
     mlp = make("current", bias=True)

@@ -23,7 +23,7 @@ from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import prepare
 from minifloat.nn.quantized_parameters import quantized_model_init
 from minifloat.ops.matmul import count_gemms
-from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, Recipe, named
+from minifloat.recipe import DelayedScaling, Recipe, named
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.fused_cases import LinearCase, MLPCase, assert_steps, unfused
 from tests.helpers.fused_model import assert_same, run
@@ -359,26 +359,7 @@ def test_bad_input(case: Any, recipe: str | None) -> None:
         module(torch.ones(5, 48, dtype=torch.int64))
 
 
-def test_names_of_roles() -> None:
-    seen: set[str] = set()
-
-    def factory(role: Any) -> Any:
-        seen.add(role.name)
-        return DelayedScalingRequest() if role.tensor_type == "weight" else named("current").quantizer(role)
-
-    recipe = CustomRecipe(factory)
-    LayerNormMLP(16, 24, name="layers.0.mlp", recipe=recipe)
-    LayerNormLinear(16, 24, name="layers.0.qkv", recipe=recipe)
-    assert seen == {"layers.0.mlp.fc1", "layers.0.mlp.fc2", "layers.0.qkv"}
-    seen.clear()
-    LayerNormMLP(16, 24, recipe=recipe)
-    assert seen == {"fc1", "fc2"}
-
-
 # ---- torch.compile --------------------------------------------------------------------------------------------------
-
-
-FAST = (("LayerNormMLP", "delayed"), ("LayerNormLinear", "current"), ("LayerNormLinear", "block"))
 
 
 def test_h_is_freed_before_dh_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:

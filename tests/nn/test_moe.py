@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minifloat
 from minifloat.functional.norm_activation import Activation, activate
-from minifloat.nn import GroupedLinear, GroupedMLP, Linear, MoE, TransformerLayer, router_losses
+from minifloat.nn import GroupedLinear, Linear, MoE, TransformerLayer, router_losses
 from minifloat.nn.moe import LayerNormMoE
 from tests.helpers.sample import each_once, first_by_default
 
@@ -295,18 +295,6 @@ def test_recipe_is_that_of_all_linears() -> None:
     linears = moe.experts.fc1, moe.experts.fc2, moe.shared_fc1, moe.shared_fc2
     assert len({id(linear.recipe) for linear in linears if linear is not None}) == 1
     assert make("current").recipe == make("current").experts.fc2.recipe
-
-
-def test_gradients_wait_for_backward_dw() -> None:
-    mlp, twin = (GroupedMLP(E, H, F, recipe="current", delay_wgrad_compute=delay) for delay in (True, False))
-    twin.load_state_dict(mlp.state_dict())
-    x, counts = torch.randn(20, H), [4, 0, 9, 7, 0]
-    for each in (mlp, twin):
-        each(x, counts).sum().backward()
-    assert all(parameter.grad is None for parameter in mlp.parameters())
-    mlp.backward_dw()
-    for mine, other in zip(mlp.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
 
 
 def test_a_layer_with_experts_that_wait() -> None:

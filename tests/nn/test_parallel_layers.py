@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -12,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from minifloat import MultiheadAttention, QuantizedTensor, TransformerLayer, autocast, prepare, quantized_model_init
+from minifloat import MultiheadAttention, TransformerLayer
 from minifloat.functional.exchange import LOCAL
-from minifloat.functional.tensor_parallel import Gathered
-from minifloat.operand import Operand
-from minifloat.recipe import DelayedScaling, Recipe, named
+from minifloat.recipe import DelayedScaling, Recipe
 from tests.helpers.distributed_pool import Pools
 from tests.helpers.fused_model import assert_same
 from tests.helpers.recipes import NAMED
-from tests.helpers.sample import each_pair
+from tests.helpers.sample import each_once, each_pair
 from tests.helpers.tensor_parallel_layers import (
     BATCH,
     FFN,
@@ -81,6 +78,7 @@ def assert_as_one(pools: Pools, case: Case, tolerance: float = 2e-5) -> None:
         assert error <= tolerance * max(1.0, float(value.abs().max())), (name, error)
 
 
+@each_once
 @SEQUENCE
 @pytest.mark.parametrize("name", VARIANTS)
 def test_as_one_process(worker_pool: Pools, name: str, sequence_parallel: bool) -> None:
@@ -160,45 +158,6 @@ def _start(rank: int, size: int, case: Case) -> Any:
     return detached, {name: (p.partition_dim, p.partition_parts) for name, p in cuts.items()}
 
 
-# ---- memory ----
-
-
-@SEQUENCE
-@pytest.mark.parametrize("recipe", [None, *NAMED.values()], ids=["none", *NAMED])
-def test_what_was_gathered_is_freed(worker_pool: Pools, recipe: Recipe | None, sequence_parallel: bool) -> None:
-    """Each gathered operand is dead right after the product that reads it, and at most two live at a time."""
-    case = Case(rows=(32, 33), sequence_parallel=sequence_parallel, recipe=recipe, dtype=torch.bfloat16)
-    for count, living, after in worker_pool(2).run(_gathered, replace(case, options={"params_dtype": torch.bfloat16})):
-        # fc1 and qkv gather X in forward and in backward, fc2 and proj dY in both orientations
-        assert (count >= 8) is sequence_parallel
-        assert living <= 2 and after == 0
-
-
-def _gathered(rank: int, size: int, case: Case) -> tuple[int, int, int]:
-    seen: list[Any] = []
-    most = [0]
-    plain = Gathered.along
-
-    def along(self: Gathered, dim: int) -> Operand:
-        operand = plain(self, dim)
-        seen.append(ref(operand.codes))
-        most[0] = max(most[0], sum(each() is not None for each in seen))
-        return operand
-
-    layer = case.sharded()
-    x, dy, _ = case.batch(0)
-    Gathered.along = along  # type: ignore[method-assign]
-    try:
-        x = case.share(x)[rank].requires_grad_()
-        with autocast(enabled=case.recipe is not None, recipe=case.recipe or NAMED["delayed"]):
-            y = layer(x, **case.arguments(uneven=True))
-        after = sum(each() is not None for each in seen)
-        y.backward(case.share(dy)[rank])
-    finally:
-        Gathered.along = plain  # type: ignore[method-assign]
-    return len(seen), most[0], after + sum(each() is not None for each in seen)
-
-
 # ---- errors ----
 
 
@@ -221,19 +180,6 @@ def test_refused(worker_pool: Pools, size: int, options: dict[str, Any], message
 def _make(rank: int, size: int, options: dict[str, Any]) -> None:
     MultiheadAttention(**{"hidden_size": 24, "num_attention_heads": 6, "set_parallel_mode": True} | options,
                        tp_group=dist.group.WORLD)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"), [((3, 3), "does not fit X"), ((3,), "does not fit X"), ((3, 4, 5), "does not fit X")], ids=str
-)
-def test_refused_rows(worker_pool: Pools, rows: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        worker_pool(2).run(_call, Case(call={"rows_per_rank": rows}))
-
-
-def _call(rank: int, size: int, case: Case) -> None:
-    layer = case.sharded()
-    layer(torch.randn(3 + 2 * rank, BATCH, HIDDEN), **case.call)
 
 
 def test_one_rank_is_unsharded() -> None:
@@ -265,50 +211,4 @@ def _on_mesh(rank: int, size: int, case: Case) -> list[dict[str, Tensor]]:
         layer.set_tensor_parallel_group(group)
         given = (case.share(x)[rank % 2], case.share(dy)[rank % 2], own, None)
         results.append(step(layer, *given, **case.arguments(uneven=True)))
-    return results
-
-
-# ---- with other features ----
-
-
-@SEQUENCE
-def test_quantized_parameters(worker_pool: Pools, sequence_parallel: bool) -> None:
-    """A rank's part of a weight, quantized once, gives what it gives quantized in each forward."""
-    case = Case(sequence_parallel=sequence_parallel, recipe=named("block"), options=LLAMA, rotary=True)
-    for found, wanted in worker_pool(2).run(_quantized, case):
-        assert_same(found, wanted)
-
-
-def _quantized(rank: int, size: int, case: Case) -> list[dict[str, Tensor]]:
-    (x, dy, _), results = case.batch(0), []
-    for quantized in (True, False):
-        with quantized_model_init(quantized, recipe=case.recipe):
-            layer = case.sharded()
-        weights = [p for p in layer.parameters() if isinstance(p, QuantizedTensor)]
-        assert len(weights) == (6 if quantized else 0)  # query, key, value, proj, fc1, fc2
-        given = (case.share(x)[rank], case.share(dy)[rank], None, case.recipe)
-        results.append(step(layer, *given, **case.arguments(uneven=True)))
-    return results
-
-
-@pytest.mark.slow
-@SEQUENCE
-@pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])
-def test_compiles_to_one_graph(worker_pool: Pools, name: str, sequence_parallel: bool) -> None:
-    case = Case(rows=(5, 6), sequence_parallel=sequence_parallel, recipe=NAMED.get(name), options=LLAMA, rotary=True)
-    for found, wanted in worker_pool(2).run(_compiled, case):
-        assert_same(found, wanted)
-
-
-def _compiled(rank: int, size: int, case: Case) -> list[dict[str, Tensor]]:
-    (x, dy, _), results = case.batch(0), []
-    for compiled in (True, False):
-        layer = case.sharded()
-        if case.recipe is not None:
-            prepare(layer, case.recipe)
-        if compiled:
-            layer.compile(backend="aot_eager", fullgraph=True)
-        given = (case.share(x)[rank], case.share(dy)[rank], None, case.recipe)
-        results.append(step(layer, *given, **case.arguments(uneven=True)))
-    torch.compiler.reset()
     return results

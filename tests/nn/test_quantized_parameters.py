@@ -30,7 +30,7 @@ from minifloat.formats import Format
 from minifloat.functional import count_gemms
 from minifloat.recipe import QuantizerRole, named
 from minifloat.tensor import QuantizedTensor, quantize, quantize_all_
-from tests.helpers.sample import each_once, first_by_default
+from tests.helpers.sample import each_once
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -763,32 +763,3 @@ def test_safetensors_name_the_way_out(tmp_path: Path) -> None:
         save_file(values, tmp_path / "values")
         layer.load_state_dict(load_file(tmp_path / "values"))
         assert all(torch.equal(t.dequantize(), values[k]) for k, t in layer.state_dict().items() if "weight" in k)
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
-
-
-@first_by_default
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8", "nvfp4"])
-def test_compiled(name: str, own: bool) -> None:
-    """One graph, forward and backward, equal to the layer without compilation, over writes of an optimizer."""
-    torch._dynamo.reset()
-    recipe = RECIPES[name]
-    layer, twin = quantized_linear(recipe, own=own), quantized_linear(recipe, own=own)
-    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    for number in range(3):
-        results = []
-        for each, run in ((layer, layer), (twin, compiled)):
-            each.zero_grad()
-            x, dy = batch(number)
-            x.requires_grad_()
-            torch.manual_seed(number)
-            with nullcontext() if own else autocast(recipe=recipe):
-                y = run(x)
-            y.backward(dy)
-            results.append([y.detach(), x.grad, each.weight.grad, *each.buffers()])
-            torch.optim.SGD(each.parameters(), lr=0.1).step()
-        assert_same(results[1], results[0])
-        assert torch.equal(values(layer.weight), values(twin.weight))
-    torch._dynamo.reset()

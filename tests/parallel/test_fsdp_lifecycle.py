@@ -111,17 +111,6 @@ def test_memory(rank: int, size: int, recipe: str) -> list[str]:
 # ---- where values come from ----
 
 
-def from_meta(rank: int, size: int) -> list[str]:
-    with torch.device("meta"):
-        model = layers("mxfp8", 24, 70, 2)
-    shard(model, Case("", "mxfp8"), mesh_of(size))
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
-    return gathered_bytes(model)
-
-
 def preserved_from_meta(rank: int, size: int) -> list[str]:
     """Masters start from this rank's rows of what the unsharded layer draws; after a checkpoint from its codes."""
     wrong = []
@@ -191,24 +180,6 @@ def assigned(rank: int, size: int) -> list[str]:
         for value in model.state_dict().values():
             value.mul_(1.7)
     return wrong + gathered_bytes(model)
-
-
-def saved_and_loaded(rank: int, size: int, folder: str) -> list[str]:
-    """DCP, with the optimizer's state, into a model that has trained otherwise; the next step is then the same."""
-    models = [layers("block", 24, 70, 40) for _ in range(2)]
-    optimizers = []
-    for model in models:
-        shard(model, Case("", "block"), mesh_of(size))
-        optimizers.append(torch.optim.AdamW(model.parameters(), lr=0.1))
-    step(models[0], rank)
-    optimizers[0].step()
-    dcp.save({"model": models[0].state_dict()}, checkpoint_id=folder)
-    state = {"model": models[1].state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    models[1].load_state_dict(state["model"])
-    wrong = gathered_bytes(models[1])
-    same = torch.equal(step(models[0], rank), step(models[1], rank))
-    return wrong + ["the next step differs"] * (not same)
 
 
 def moved(rank: int, size: int) -> list[str]:
@@ -334,7 +305,6 @@ def refused(rank: int, size: int) -> list[str]:
     "fn",
     [
         refused,
-        from_meta,
         preserved_from_meta,
         experts_from_meta,
         assigned,
@@ -350,11 +320,6 @@ def refused(rank: int, size: int) -> list[str]:
 )
 def test_values(worker_pool: Pools, fn: Callable[..., Any]) -> None:
     assert worker_pool(2).run(fn) == [[]] * 2
-
-
-def test_checkpoint(worker_pool: Pools) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        assert worker_pool(2).run(saved_and_loaded, folder) == [[]] * 2
 
 
 # ---- who gathers when ----

@@ -136,28 +136,6 @@ def test_materialized_from_meta(rank: int, size: int, recipe: str, quantized: bo
     return [] if torch.equal(*outputs) else [f"outputs differ by {(outputs[0] - outputs[1]).abs().max():.3g}"]
 
 
-@pytest.mark.parametrize("recipe", ["block", "nvfp4"])
-@on_ranks(2)
-def test_restored(rank: int, size: int, recipe: str) -> list[str]:
-    """The state of the optimizer brings masters and codes back, where shards may be no whole blocks."""
-    models, optimizers = [], []
-    for _ in range(2):
-        with minifloat.quantized_model_init(recipe=recipe):
-            models.append(MODELS["linears"](recipe))
-        shard(models[-1], Case("linears", recipe), mesh_of(size))
-        optimizers.append(MasterWeights(models[-1].parameters(), torch.optim.AdamW, lr=0.1))
-    x = torch.randn(3, 24)
-    models[0](x).sum().backward()
-    optimizers[0].step()
-    for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        if not isinstance(mine._local_tensor, QuantizedTensor):
-            with torch.no_grad():
-                mine.copy_(theirs)
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
-    outputs = [model(x) for model in models]
-    return [] if torch.equal(*outputs) else [f"outputs differ by {(outputs[0] - outputs[1]).abs().max():.3g}"]
-
-
 def with_remainder(rank: int, size: int) -> None:
     model = minifloat.Linear(8, 12, dtype=torch.bfloat16)
     fully_shard(model, mesh=mesh_of(size))

@@ -28,6 +28,7 @@ VALUES = {
         "--learning-rate": "0 -1 nan inf fast", "--seed": f"{10**30} x", "--save-every": "0 -1 x", "--keep": "0 -1 all",
         "--layers": f"0 -1 {HUGE} 1000000000 10001 x", "--hidden": f"0 -16 {HUGE} 40 17", "--heads": f"0 -1 {HUGE} 3 x",
         "--kv-heads": f"0 3 {HUGE} -2", "--mlp-hidden": f"0 100 {HUGE} -16", "--context": f"0 -1 {HUGE} x",
+        "--experts": "-1", "--experts 4 --top-k": "5 0",
         "--timeout": f"0 -1 nan inf {HUGE} soon", "--max-gap": "-1 nan x", "--max-gradient-gap": "-0.1 nan x",
         "--tp": f"0 -1 2 {HUGE} x", "--etp": f"0 -1 2 {HUGE} x",
         "--recipe": "fp7 MXFP8 '' current,block none", "--model": "huge '' Tiny gpt2",

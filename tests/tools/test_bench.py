@@ -167,21 +167,6 @@ def test_speeds_and_goals() -> None:
 # ---- rows ----
 
 
-def test_rows_are_the_table() -> None:
-    assert [row.name for row in registry.choose(["linear"])] == [
-        "16384 x 4096 x 4096", "16384 x 28672 x 4096", "16384 x 4096 x 14336", "8192 x 8192 x 8192",
-        "8192 x 4096 x 4096", "4096 x 4096 x 4096",
-    ]  # fmt: skip
-    titles = [registry.title(row) for row in registry.rows()]
-    assert len(set(titles)) == len(titles)
-    assert {row.suite for row in registry.rows()} == set(registry.SUITES)
-    assert [row.name for row in registry.choose(only="swiglu mlp")] == ["RMSNorm + SwiGLU MLP"]
-    with pytest.raises(ValueError, match="choose from linear, tokens, fused, casts, grouped, experts, model, host"):
-        registry.choose(["speed"])
-    with pytest.raises(ValueError, match="matches no row"):
-        registry.choose(["host"], "nothing")
-
-
 def marked(row: Row) -> Any:
     """Rows that differ from others in their sizes only are for the larger set of tests."""
     large = (row.name != "8192 x 8192 x 8192" and row.suite == "linear") or row.name.endswith("transformer layers")

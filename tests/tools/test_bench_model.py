@@ -36,20 +36,6 @@ def checked(training: Training, made: Made, wrong: Callable[[nn.Module], None] =
     return training.error([step() for _ in range(STEPS)][-1])
 
 
-def test_ways_and_recipes_are_rows_of_one_table() -> None:
-    case = model.build(MODELS[NAMES[0]], RECIPES, CPU, tiny=True)
-    names = [each.name for each in case.contenders]
-    assert case.baselines == ("torch bf16", "torch bf16, compiled", "torch bf16, compiled reduce-overhead")
-    for recipe in RECIPES:
-        ours = [f"minifloat {recipe}{way}" for way in ("", ", compiled", ", compiled reduce-overhead", ", captured")]
-        assert [name for name in names if name.startswith(f"minifloat {recipe}")] == ours
-    assert [name for name in names if name.startswith(("torchao", "TE"))] == [
-        "torchao tensorwise, compiled", "torchao rowwise, compiled", "TE current", "TE delayed", "TE block"
-    ]  # fmt: skip
-    goals = {each.name: each.goals["ratio"] for each in case.contenders if each.goals}
-    assert goals["minifloat delayed"] == 1.33 and goals["minifloat block, captured"] == 1.22 and len(goals) == 11
-
-
 def test_all_train_the_same_parameters_from_the_same_start(training: Training) -> None:
     for made in (training.torch_model(), training.our_model("current", "eager")):
         training.reset()

@@ -11,7 +11,6 @@ import pytest
 
 import minifloat
 from minifloat.tools import cli
-from tests.helpers.micro_training import invoke
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,10 +40,6 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_it_is_a_module_too() -> None:
     done = python("-m", "minifloat", "--version")
     assert (done.returncode, done.stdout) == (0, f"minifloat {minifloat.__version__}\n"), done.stderr
-
-
-def test_version() -> None:
-    assert invoke("--version") == (0, f"minifloat {minifloat.__version__}\n")
 
 
 def test_doctor_needs_torch_alone() -> None:

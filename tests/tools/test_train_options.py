@@ -76,21 +76,6 @@ def test_a_mixture_of_experts(options: tuple[object, ...], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (("--experts", -1), "--experts is -1"),
-        (("--experts", 4, "--top-k", 5), "--top-k is 5; choose a whole number from 1 to --experts 4"),
-        (("--experts", 4, "--top-k", 0), "--top-k is 0"),
-    ],
-)
-def test_experts_that_cannot_be(
-    wrong: tuple[object, ...], message: str, options: tuple[object, ...], tmp_path: Path
-) -> None:
-    code, said = invoke(*options, *wrong, "--steps", 1, "--out", tmp_path / "out")
-    assert code == 2 and message in " ".join(said.split())
-
-
-@pytest.mark.parametrize(
     "sizes", [MICRO, MODELS["tiny"], ModelConfig(80, 3, 5, 1, 112, 16, vocabulary=300), replace(MICRO, experts=4)]
 )
 def test_parameters_are_counted_without_a_model(sizes: ModelConfig) -> None:
