@@ -17,20 +17,9 @@ from minifloat.quantizer import Quantizer
 
 # What these are of there is a handful of in a process: devices, kernels, booleans, groups of ranks, nothing.
 OF_FEW = {
-    "_device_facts",
-    "cublaslt",
-    "kernels",
-    "tile",
-    "gemm_tile",
-    "multiprocessors",
-    "_runs_on",
-    "_gather_options",
-    "_max_options",
-    "check_when_wrapping",
-    "_compiled",
-    "operations",
-    "_warn",
-}
+    "_device_facts", "cublaslt", "kernels", "tile", "gemm_tile", "multiprocessors", "_runs_on", "_gather_options",
+    "_max_options", "check_when_wrapping", "_compiled", "operations", "_warn",
+}  # fmt: skip
 
 
 def test_caches_have_a_bound() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import minifloat
@@ -16,7 +15,7 @@ from minifloat.convert import DefaultFilter, convert, revert
 from minifloat.functional import count_gemms
 from minifloat.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.helpers.experts import IDS, NAMES, E, F, H, Loop, block, experts_only, gpt_oss, inputs, mixtral, qwen3, train
-from tests.helpers.sample import each_twice, first_by_default
+from tests.helpers.sample import each_once, each_twice, first_by_default
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
@@ -102,6 +101,7 @@ def run_in_autocast(experts: nn.Module, *args: Tensor) -> Tensor:
     return y
 
 
+@each_once
 @MODELS
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_converts_trains_and_reverts(make: Callable[[], Any], recipe: str) -> None:
@@ -133,16 +133,6 @@ def test_converts_trains_and_reverts(make: Callable[[], Any], recipe: str) -> No
     twin.load_state_dict(model.state_dict())
     assert torch.equal(model(IDS).logits, twin(IDS).logits)
     assert train(model, 2) == train(twin, 2)
-
-
-def test_every_gemm_is_quantized() -> None:
-    model = qwen3()
-    experts_only(model, "current")
-    with count_gemms() as gemms:
-        model(input_ids=IDS, labels=IDS).loss.backward()
-    counted = {(gemm.gemm, gemm.a, gemm.b): n for gemm, n in gemms.items()}
-    wanted = Float8CurrentScaling().expected_gemms()
-    assert counted == {(gemm, *formats): len(NAMES) for gemm, formats in wanted.items()}
 
 
 # ---- what is converted ----
@@ -256,15 +246,7 @@ def test_checkpoints() -> None:
     assert not history.amax_history.any() and torch.equal(history.scale, torch.ones_like(history.scale))
 
 
-def test_saved_and_loaded_by_the_hub_format(tmp_path: object) -> None:
-    model = gpt_oss()
-    experts_only(model, "current")
-    model.save_pretrained(tmp_path)
-    loaded = transformers.GptOssForCausalLM.from_pretrained(tmp_path)
-    experts_only(loaded, "current")
-    assert torch.equal(model.eval()(IDS).logits, loaded(IDS).logits)
-
-
+@each_once
 @MODELS
 @pytest.mark.parametrize(
     ("recipe", "options"), [("current", {}), ("delayed", {"context_fn": minifloat.checkpoint_context_fn})]

@@ -45,17 +45,6 @@ def test_bshd_and_sbhd_against_complex_numbers(percent: float, interleaved: bool
     assert torch.equal(across.transpose(0, 1), y)
 
 
-def test_rotate_half_convention() -> None:
-    """As Llama's code writes it: q * cos + rotate_half(q) * sin."""
-    q = torch.randn(2, 7, 3, 16)  # [b, s, h, d]
-    inv_freq = 1.0 / (500000.0 ** (torch.arange(0, 16, 2, dtype=torch.int64).float() / 16))
-    angle = torch.arange(7).float()[:, None] * inv_freq
-    emb = torch.cat((angle, angle), dim=-1)[:, None]
-    half = torch.cat((-q[..., 8:], q[..., :8]), dim=-1)
-    ours = apply_rotary_pos_emb(q, RotaryPositionEmbedding(16, rotary_base=500000.0)(7), "bshd")
-    torch.testing.assert_close(ours, q * emb.cos() + half * emb.sin())
-
-
 @INTERLEAVED
 def test_gradient_is_the_turn_back(interleaved: bool) -> None:
     freqs = RotaryPositionEmbedding(12, 0.7, interleaved=interleaved)(6)  # 8 of 12 channels

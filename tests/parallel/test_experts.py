@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -18,8 +15,8 @@ import minifloat
 from minifloat.nn import MoE
 from minifloat.optim import MasterWeights
 from minifloat.parallel.data_parallel import data_parallel
-from minifloat.parallel.fsdp.api import full_state_dict, fully_shard
-from tests.helpers.distributed_pool import Pools, on_ranks
+from minifloat.parallel.fsdp.api import fully_shard
+from tests.helpers.distributed_pool import on_ranks
 from tests.helpers.selection import diagonals
 
 WRAPPERS = {"ddp": data_parallel, "fsdp": fully_shard, "torch fsdp": torch_fully_shard}
@@ -83,35 +80,3 @@ def test_quantized_experts_are_those_of_the_first_rank(rank: int, size: int) -> 
             optimizer.step()
             optimizer.zero_grad()
     return ""
-
-
-def save(rank: int, size: int, folder: str, single: bool, quantized: bool) -> None:
-    model = make("mxfp8", single, 1, quantized)
-    for part in (*model, model):
-        fully_shard(part)
-    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
-
-
-def load(rank: int, size: int, folder: str, single: bool, quantized: bool) -> str:
-    """Into another number of ranks; what differs, or ""."""
-    model, expected = make("mxfp8", single, 2, quantized), make("mxfp8", single, 1, quantized)
-    for part in (*model, model):
-        fully_shard(part)
-    state = get_model_state_dict(model)
-    dcp.load(state, checkpoint_id=folder)
-    set_model_state_dict(model, state)
-    found = full_state_dict(model)
-    return ", ".join(name for name, own in expected.state_dict().items() if not same(found[name], own))
-
-
-def same(found: Any, expected: Any) -> bool:
-    """Values, or codes and scales."""
-    if not isinstance(expected, minifloat.QuantizedTensor):
-        return torch.equal(found, expected)
-    return all(torch.equal(found._buffers()[name], own) for name, own in expected._buffers().items())
-
-
-@pytest.mark.parametrize("single, quantized", [(False, False), (True, False), (False, True)])
-def test_checkpoints_are_resharded(worker_pool: Pools, tmp_path: Path, single: bool, quantized: bool) -> None:
-    worker_pool(2).run(save, str(tmp_path), single, quantized)
-    assert worker_pool(3).run(load, str(tmp_path), single, quantized) == [""] * 3

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import minifloat
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
@@ -167,39 +166,6 @@ def test_wire_and_memory(rank: int, size: int) -> list[str]:
         own = received.untyped_storage().data_ptr() != codes.untyped_storage().data_ptr()
         wrong += [f"{parameter.name} is copied"] * own
     return wrong
-
-
-# ---- torch.compile ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
-@on_ranks(2)
-def test_compiled(rank: int, size: int, recipe: str) -> list[str]:
-    """Compiled layers beside eager ones, three steps: one graph a layer, though codes come and go."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    model, eager = MODELS["split"](recipe), MODELS["split"](recipe)
-    model.load_state_dict(eager.state_dict())
-    shard(model, Case("split", recipe, reshard=True), mesh_of(size))
-    shard(eager, Case("split", recipe, reshard=True), mesh_of(size))
-    for layer in (model[0], model[2]):
-        layer.compile(backend=counter, fullgraph=True)
-    wrong = []
-    for i in range(3):
-        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * i + rank))
-        results = []
-        for each in (eager, model):
-            y = each(x.requires_grad_())
-            y.square().sum().backward()
-            results.append([y, *[p.grad.to_local() for p in each.parameters()]])
-            for parameter in each.parameters():
-                with torch.no_grad():
-                    parameter.sub_(parameter.grad, alpha=0.01)
-                parameter.grad = None
-        wrong += [f"step {i}: {j}" for j, both in enumerate(zip(*results, strict=True)) if not torch.equal(*both)]
-    torch._dynamo.reset()
-    return wrong + [f"{counter.frame_count} graphs"] * (counter.frame_count != 2)
 
 
 # ---- quantized parameters ----

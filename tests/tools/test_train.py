@@ -25,6 +25,7 @@ from minifloat.tools.cli.train_job import MAX_GAP, MAX_GRADIENT_GAP
 from minifloat.tools.train import data, report
 from minifloat.tools.train.loop import Metrics, Run, TrainConfig, train
 from tests.helpers.micro_training import CPU, MICRO, invoke, micro_model, write_texts
+from tests.helpers.sample import each_once
 
 EXPECTED = {"fprop": ("e4m3", "e4m3"), "dgrad": ("e5m2", "e4m3"), "wgrad": ("e5m2", "e4m3")}
 
@@ -242,6 +243,7 @@ def break_scale(monkeypatch: pytest.MonkeyPatch, tensor: str, factor: float) -> 
     monkeypatch.setattr(matmul.Product, "run", broken)
 
 
+@each_once
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 @pytest.mark.parametrize("tensor", list(SCALE_ARGUMENTS))
 def test_any_scale_off_by_two_fails_the_loss_check(

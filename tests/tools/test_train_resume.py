@@ -34,6 +34,7 @@ from tests.helpers.micro_training import (
 )
 
 STEPS = 5
+HAVE_STATE = ("delayed", "nvfp4")  # histories, and random numbers
 
 
 class Counted:
@@ -54,7 +55,10 @@ def files_of(folder: Path) -> list[str]:
 # Resuming
 
 
-@pytest.mark.parametrize("recipe", ["bf16", *NAMES])
+@pytest.mark.parametrize(
+    "recipe",
+    ["bf16", "delayed", "nvfp4", *[pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n not in HAVE_STATE]],
+)
 def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, recipe: str) -> None:
     chosen = None if recipe == "bf16" else recipe
     whole = train_and_save(tmp_path / "whole", chosen, STEPS, every=None)
