@@ -974,27 +974,6 @@ def test_ranks_agree_where_the_first_layer_is_frozen(worker_pool: Pools) -> None
     assert states[0] == states[1]
 
 
-def _own_recipe(rank: int, world_size: int) -> list[list[Any]]:
-    model = TwoLayers(recipe=DELAYED)
-    for step in range(2):
-        with counted_reductions() as calls:
-            y = model(batch(step + rank) * (rank + 1))
-            assert calls == [(3, world_size)] * 2
-            _expect(model, "forward", None, True)
-            model.check()
-            y.square().sum().backward()
-            assert calls[2:] == [(2, world_size)] * 2
-            _expect(model, "backward", None, True)
-            model.check()
-    return _state(model)
-
-
-def test_ranks_agree_outside_of_any_context(worker_pool: Pools) -> None:
-    """A layer of its own recipe reduces over all ranks, by itself."""
-    states = worker_pool(2).run(_own_recipe)
-    assert states[0] == states[1]
-
-
 def _two_groups_of_one_layer(rank: int, world_size: int, everyone_outside: bool) -> list[list[Any]]:
     """A layer under both: all ranks, and this one alone."""
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
@@ -1066,26 +1045,6 @@ def test_layers_without_a_backward(worker_pool: Pools, solo: bool, differ: bool)
     """The others are updated all the same, and ranks agree also where they differ in which layers those are."""
     states = worker_pool(2).run(_unused_layers, solo, differ)
     assert solo or states[0] == states[1]
-
-
-def _overflow_on_one_rank(rank: int, world_size: int) -> list[list[Any]]:
-    layer = Linear(16, 8)
-    for step in range(2):
-        x = batch(step)
-        if rank == 1 and step == 1:
-            x[0, 0] = float("inf")
-        with autocast(recipe=DELAYED):
-            layer(x)
-    return [layer.forward_scaling.scale.tolist(), layer.forward_scaling.amax_history[-1].tolist()]
-
-
-def test_overflow_on_one_rank(worker_pool: Pools) -> None:
-    """The others' amaxes count, on all ranks alike."""
-    states = worker_pool(2).run(_overflow_on_one_rank)
-    assert states[0] == states[1]
-    amax = largest(batch(1))
-    assert states[0][1][0] == float(amax)
-    assert states[0][0][0] == float(np.float32(FORWARD_MAX) / max(amax, largest(batch(0))))
 
 
 def test_prepare_gives_what_autocast_uses() -> None:

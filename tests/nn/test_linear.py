@@ -31,7 +31,6 @@ from minifloat.nn import LayerNormMLP, Linear, prepare
 from minifloat.operand import Operand
 from minifloat.ops.matmul import count_gemms
 from minifloat.optim import MasterWeights
-from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, DelayedScaling, DelayedScalingRequest, Recipe, named
 from minifloat.recompute import checkpoint
 from minifloat.tensor import QuantizedTensor
@@ -219,50 +218,6 @@ def test_backward_override(case: Case, override: Any, recipe: Recipe) -> None:
         result = step(layer, x, dy, recipe)
     assert {gemm.gemm for gemm in counts if gemm.a == gemm.b == "identity"} == {"dgrad", "wgrad"}
     assert_step(result, expect(layer, layer._config(recipe), x, dy, {}, case.dtype), case.dtype)
-
-
-# ---- Exact data -----------------------------------------------------------------------------------------------------
-
-
-def exact_unit(quantizer: Quantizer) -> float:
-    """A number whose products with 1, 2 and 4 the formats represent, and whose amax gives scales without rounding.
-
-    Scales are the largest value of the format over the amax: 1.75 * 2^8 and 1.75 * 2^15 for FP8, 2688 = 21 * 2^7 or
-    1536 = 3 * 2^9 for the two levels of NVFP4. Those of MXFP4 are powers of two.
-    """
-    formats = [fmt for fmt in (quantizer.row_format, quantizer.format(COLUMNWISE)) if fmt.packed]
-    if formats and formats[0].scale_rule == "e8m0":
-        return 1.5
-    return {448.0: 5.25, 256.0: 3.0}[formats[0].block_scale_max] if formats else 1.75
-
-
-def exact_data(shape: tuple[int, int], quantizer: Quantizer, along_rows: bool) -> Tensor:
-    """+-1, 2 or 4 units; of each group of 16 tokens all but one are zero where a rotation would need more bits."""
-    x = exact_unit(quantizer) * 2.0 ** torch.randint(0, 3, shape) * torch.randint(0, 2, shape).mul(2).sub(1)
-    x[0, 0] = 4 * exact_unit(quantizer)  # the amax of all
-    if along_rows and quantizer.format(COLUMNWISE).transform != "none":
-        x[torch.arange(shape[0]) % 16 != 0] = 0
-    return x
-
-
-@each_once
-@for_each({name: recipe for name, recipe in LINEAR_RECIPES.items() if name != "custom mxfp8 then nvfp4"})
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize(("M", "K", "N"), [(33, 37, 53), (64, 128, 64), (144, 40, 24)])
-def test_exact_data(M: int, K: int, N: int, dtype: torch.dtype, recipe: Recipe) -> None:
-    """Data that each format represents exactly gives what ``nn.Linear`` gives in float64, rounded once."""
-    layer = Linear(K, N)
-    plan = layer._config(recipe)
-    x, dy = exact_data((M, K), plan.input, True), exact_data((M, N), plan.grad_output, True)
-    with torch.no_grad():
-        layer.weight.copy_(exact_data((N, K), plan.weight, False))
-        layer.bias.copy_(torch.randint(-3, 4, (N,)))
-    w, b, x64, dy64 = layer.weight.double(), layer.bias.double(), x.double(), dy.double()
-    result = step(layer, x.to(dtype), dy.to(dtype), recipe)
-    assert torch.equal(result.y, (x64 @ w.t() + b).to(dtype))
-    assert result.dx is not None and torch.equal(result.dx, (dy64 @ w).to(dtype))
-    assert result.dw is not None and torch.equal(result.dw, (dy64.t() @ x64).to(dtype).float())
-    assert result.db is not None and torch.equal(result.db, dy64.sum(0).to(dtype).float())
 
 
 # ---- What is computed -----------------------------------------------------------------------------------------------
