@@ -704,6 +704,26 @@ def test_an_exception_in_a_forward_keeps_no_model() -> None:
     assert alive() is None
 
 
+def test_two_regions_in_one_backward() -> None:
+    """The second region is complete, and its scales are read, before the first one's backward begins."""
+    models = TwoLayers(), TwoLayers()
+    models[1].load_state_dict(models[0].state_dict())
+    grads = []
+    for together, model in enumerate(models):
+        x, outputs = batch(0).requires_grad_(), []
+        for step in range(2):
+            with autocast(recipe=DELAYED):
+                outputs.append(model(x * 10.0**step).square().sum())
+        if together:
+            (outputs[0] + outputs[1]).backward()
+        else:
+            outputs[1].backward()
+            outputs[0].backward()
+        grads.append(x.grad)
+    assert torch.equal(grads[0], grads[1])  # type: ignore[arg-type]
+    _assert_same_state(models[0], _state_of(models[1]))
+
+
 def test_an_exception_caught_inside_does_not_skip_the_update() -> None:
     """Only what leaves the outermost context does."""
     model = TwoLayers()
@@ -971,6 +991,27 @@ def _frozen_first_layer(rank: int, world_size: int) -> list[list[Any]]:
 def test_ranks_agree_where_the_first_layer_is_frozen(worker_pool: Pools) -> None:
     """The first layer that has a backward ends it: fine-tuning trains the layers on top only."""
     states = worker_pool(2).run(_frozen_first_layer)
+    assert states[0] == states[1]
+
+
+def _own_recipe(rank: int, world_size: int) -> list[list[Any]]:
+    model = TwoLayers(recipe=DELAYED)
+    for step in range(2):
+        with counted_reductions() as calls:
+            y = model(batch(step + rank) * (rank + 1))
+            assert calls == [(3, world_size)] * 2
+            _expect(model, "forward", None, True)
+            model.check()
+            y.square().sum().backward()
+            assert calls[2:] == [(2, world_size)] * 2
+            _expect(model, "backward", None, True)
+            model.check()
+    return _state(model)
+
+
+def test_ranks_agree_outside_of_any_context(worker_pool: Pools) -> None:
+    """A layer of its own recipe reduces over all ranks, by itself."""
+    states = worker_pool(2).run(_own_recipe)
     assert states[0] == states[1]
 
 
