@@ -52,7 +52,16 @@ NVFP4: list[Pair] = [
     *[(replace(fmt, tile=True), replace(fmt, tile=True)) for fmt in FOUR_OVER_SIX],
     (replace(FOUR_OVER_SIX[0], amax_per_row=True), replace(FOUR_OVER_SIX[3], amax_per_row=True)),
 ]
+ROWS = [Format(amax_per_row=True), Format(scale_rule="pow2", amax_per_row=True, amax_epsilon=1e-3)]
 PAIRS: list[Pair] = [(fmt, fmt) for fmt in (*PER_TENSOR, *BLOCKS)] + NVFP4
+MIXED: list[Pair] = [(E4M3, E5M2), (FP32, POW2), (replace(POW2, tile=True), POW2), (NV, E4M3), (GIVEN, MX)]
+"""Of two formats."""
+WITHOUT_KERNEL: list[Pair] = [
+    *[(fmt, fmt) for fmt in (Format(block=2, scale_rule="fp32"), Format(block=8, tile=True, scale_rule="e8m0"))],
+    *[(fmt, fmt) for fmt in (Format("e5m2", block=512, scale_rule="pow2"), Format("e2m1", 32, scale_rule="two_level"))],
+    (None, replace(MX, transform="hadamard16")),
+]
+"""What the reference casts, on a GPU too."""
 
 
 # ---- data ----
@@ -108,6 +117,17 @@ DATA: dict[str, Callable[[tuple[int, int], torch.dtype], Tensor]] = {
 def data(kind: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A matrix of one of `DATA`."""
     return DATA[kind](shape, dtype).to(dtype).to(device)
+
+
+def elsewhere(x: Tensor, place: str) -> Tensor:
+    """A tensor in other memory: not at a multiple of 16 bytes, in another order, with gaps, or one row for all."""
+    if place == "odd address":
+        return torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape)
+    if place == "transposed" and x.dim() == 2:
+        return x.t().contiguous().t()
+    if place == "strided":
+        return torch.stack([x, torch.ones_like(x)], -1)[..., 0]
+    return x[:1].expand_as(x) if place == "one row" and x.dim() == 2 else x
 
 
 # ---- the casts ----

@@ -1,6 +1,6 @@
-"""Amax, cast and product of groups of rows against the same of each group alone."""
+"""Products of groups of rows against the same of each group alone; ``test_triton_kernels.py`` has the casts."""
 
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, parse
 from minifloat.ops import grouped, matmul, quantize
 from minifloat.ops.grouped import layout
+from tests.helpers.grouped_operands import Operand, offsets_of, poisoned, quantized
 from tests.helpers.sample import each_twice
 
 FORMATS = [
@@ -18,61 +19,6 @@ FORMATS = [
     "e2m1/1x16/two_level/amax_per_row", "e2m1/1x16/two_level/four_over_six_mae/max=256.0", "e4m3/tensor/given",
 ]  # fmt: skip
 COUNTS = [(7, 0, 23, 15), (0, 0), (1,), (0, 5, 0), (128, 1, 200, 31), (64, 64)]
-
-
-def offsets_of(counts: tuple[int, ...]) -> Tensor:
-    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def random(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Values of very different sizes, with NaN, infinity, zeros and a denormal among them."""
-    x = torch.randn(rows, cols) * torch.randint(-9, 9, (rows, 1)).float().exp2()
-    if rows > 4 and cols > 4:
-        x[1, 2], x[2, 3], x[3], x[4, 4] = torch.nan, torch.inf, 0.0, 1e-40
-    return x.to(dtype)
-
-
-def cast(x: Tensor, offsets: Tensor, spec: str, dim: int, k_major: bool = False) -> tuple[list[Tensor], Tensor | None]:
-    """Codes, scales and measured amaxes of groups, and the level that they were cast with."""
-    fmt = parse(spec)
-    if fmt.scale_rule == "given":
-        level = torch.rand(offsets.numel() - 1) * 4 + 0.5
-    else:
-        level = grouped.grouped_amax(x, offsets, [spec], [dim])[0] if fmt.needs_amax else None
-    rng = torch.randint(2**62, (offsets.numel() - 1, 2)) if fmt.rounding == "stochastic" else None
-    made = grouped.grouped_cast(x, offsets, [level], rng, [spec], [dim], [k_major])
-    for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-        own = x[first:end]
-        if level is None:
-            expected_level = None
-        elif fmt.scale_rule == "given":
-            expected_level = level[group : group + 1]
-        else:
-            expected_level = quantize.amax([own], [spec], [dim])[0]
-            assert torch.equal(
-                level[layout.own_rows("amax", fmt, dim, first, end - first, group)].reshape(-1), expected_level
-            )
-        seed = None if rng is None else rng[group]
-        codes, scales, amax = quantize.cast([own], [expected_level], [seed], [spec], [dim], [False], None)
-        assert torch.equal(made[0][layout.own_rows("codes", fmt, dim, first, end - first, group)], codes)
-        found = made[1][layout.own_rows("scale_inv", fmt, dim, first, end - first, group)]
-        assert torch.equal(found.reshape(scales.shape).view(torch.uint8), scales.view(torch.uint8))
-        if fmt.scale_rule == "given":
-            assert torch.equal(made[2][group], amax[0])
-    return made, level
-
-
-@each_twice
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize(
-    "spec, dim",
-    [*product(FORMATS, (ROWWISE, COLUMNWISE)), ("e2m1/1x16/two_level/hadamard16", COLUMNWISE)],
-)
-def test_casts_are_those_of_each_group(spec: str, dim: int, counts: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    offsets = offsets_of(counts)
-    x = random(sum(counts) + 3, 37)
-    cast(x, offsets, spec, dim)
 
 
 @each_twice
@@ -86,18 +32,16 @@ def test_products_are_those_of_each_group(spec: str, counts: tuple[int, ...]) ->
     x, dy, w, b = (
         torch.randn(r, c).bfloat16() for r, c in ((rows, inner), (rows, out), (groups * out, inner), (groups, out))
     )
-    two_level = parse(spec).scale_rule == "two_level"
 
-    def operand(value: Tensor, of: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor | None, str, int, Tensor]:
-        (codes, scales, _), level = cast(value, of, spec, dim)
-        return codes, scales, level if two_level else None, spec, dim, of
+    def operand(value: Tensor, of: Tensor, dim: int) -> Operand:
+        return quantized(value, of, spec, dim)
 
     def alone(gemm: str, a: Tensor, b: Tensor, dims: tuple[int, int], bias: Tensor | None = None) -> Tensor:
         sides, sizes = [], []
         for value, dim in zip((a, b), dims, strict=True):
             level = quantize.amax([value], [spec], [dim])[0] if parse(spec).needs_amax else None
             codes, scales, _ = quantize.cast([value], [level], [None], [spec], [dim], [False], None)
-            sides.append((codes, scales, level if two_level else None))
+            sides.append((codes, scales, level if "two_level" in spec else None))
             sizes.append(value.shape[0 if dim == ROWWISE else 1])
         gemm_of = matmul.product(gemm, spec, dims[0], dims[0], spec, dims[1], dims[1], torch.device("cpu"))
         return gemm_of(*sides[0], sizes[0], *sides[1], sizes[1], torch.bfloat16, bias)
@@ -154,9 +98,10 @@ def test_packed_rows_of_an_odd_number_of_columns() -> None:
     torch.manual_seed(0)
     offsets, of_w, spec = offsets_of((3, 2)), offsets_of((5, 5)), "e2m1/1x32/e8m0"
     x, w = torch.randn(7, 37).bfloat16(), torch.randn(10, 37).bfloat16()
-    (codes, scales, _), _ = cast(x, offsets, spec, ROWWISE)
-    decoded = grouped.grouped_dequantize(codes, scales, None, offsets, spec, ROWWISE, 7, 37, torch.bfloat16)
-    packed, values = (codes, scales, None, spec, ROWWISE, offsets), (w, None, None, IDENTITY.spec, ROWWISE, of_w)
+    packed, values = quantized(x, offsets, spec, ROWWISE), (w, None, None, IDENTITY.spec, ROWWISE, of_w)
+    decoded = grouped.grouped_dequantize(
+        packed.codes, packed.scale_inv, None, offsets, spec, ROWWISE, 7, 37, torch.bfloat16
+    )
     y = grouped.grouped_mm("fprop", *packed, *values, 7, 5, torch.bfloat16, None, False)
     assert torch.equal(y[:3], decoded[:3] @ w[:5].t()) and torch.equal(y[3:5], decoded[3:5] @ w[5:].t())
     assert not y[5:].any() and not decoded[5:].any() and decoded[:5].any()
@@ -176,20 +121,12 @@ def test_shapes_follow_from_counts_on_the_device() -> None:
 
 
 def test_memory_that_is_nobodys_is_not_read() -> None:
-    """Poisoned storage between groups, and rows beyond them, change no product."""
+    """Poison between groups, and in rows beyond them, changes no product."""
     torch.manual_seed(0)
     offsets = offsets_of((5, 0, 18))
-    x, dy = torch.randn(40, 32).bfloat16(), torch.randn(40, 16).bfloat16()
-    spec = "e4m3/tensor/fp32"
-    made = {}
-    for poison in (0, 0x7F):
-        sides = []
-        for value in (dy, x):
-            (codes, scales, _), _ = cast(value, offsets, spec, COLUMNWISE)
-            free = torch.ones(codes.shape[0], dtype=torch.bool)
-            for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-                free[layout.own_rows("codes", parse(spec), COLUMNWISE, first, end - first, group)] = False
-            codes[free] = poison
-            sides += codes, scales, None, spec, COLUMNWISE, offsets
-        made[poison] = grouped.grouped_mm("wgrad", *sides, 16, 32, torch.float32, None, False)
-    assert torch.equal(made[0], made[0x7F]) and made[0].isfinite().all()
+    sides = [quantized(torch.randn(40, cols).bfloat16(), offsets, "e4m3/tensor/fp32", COLUMNWISE) for cols in (16, 32)]
+    clean, dirty = (
+        grouped.grouped_mm("wgrad", *a, *b, 16, 32, torch.float32, None, False)
+        for a, b in (sides, map(poisoned, sides))
+    )
+    assert torch.equal(clean, dirty) and clean.isfinite().all()

@@ -1,4 +1,4 @@
-"""The cast kernels against the reference, bit for bit: in the interpreter, and on a GPU where there is one."""
+"""What is particular to one family of cast kernels: tiles, hard amaxes, layouts, seeds, what is compiled."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, SCALE_RULES, Format
-from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize import amax_shape, blocks, gpu, nvfp4, per_tensor, reference
+from minifloat.ops.quantize import blocks, gpu, nvfp4, per_tensor, reference
 from minifloat.ops.quantize.job import Aligned, CastJob, layouts
 from minifloat.ops.tiles import Tile
 from tests.helpers import triton_interpreter
-from tests.helpers.compare import assert_same_bits
 from tests.helpers.kernel_casts import (
-    BLOCKS,
-    DATA,
     DTYPES,
     E4M3,
     FOUR_OVER_SIX,
@@ -27,7 +23,6 @@ from tests.helpers.kernel_casts import (
     GIVEN,
     MX,
     NV,
-    NV_LINES,
     NV_ROTATED,
     NV_ROTATED_STOCHASTIC,
     NV_STOCHASTIC,
@@ -42,10 +37,9 @@ from tests.helpers.kernel_casts import (
     kernels_of,
     target,
 )  # fmt: skip
-from tests.helpers.sample import each_once, each_pair, each_twice, first_by_default
+from tests.helpers.sample import each_once, first_by_default
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
-SHAPES = [(1, 1), (1, 128), (17, 33), (129, 50), (48, 144), (0, 128), (7, 0)]
 FOR_EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -68,27 +62,6 @@ TILES = {
 # ---- casts ----
 
 
-@each_once
-@FOR_EACH_DTYPE
-@pytest.mark.parametrize("kind", DATA)
-@for_each(PAIRS)
-def test_data(pair: Pair, kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    assert_kernel_is_reference([job(data(kind, (40, 136), dtype, device), *pair)])
-
-
-@each_twice
-@pytest.mark.parametrize("wanted", [(1, 0, 1), (0, 1, 1), (0, 1, 0), (1, 1, 1), (1, 1, 0)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@for_each(PAIRS)
-def test_shapes_and_orientations(
-    pair: Pair, shape: tuple[int, int], wanted: tuple[int, int, int], device: torch.device
-) -> None:
-    """Row, column, and whether the columns' codes lie consecutive in memory."""
-    row, column = (fmt if want else None for fmt, want in zip(pair, wanted[:2], strict=True))
-    if row or column:
-        assert_kernel_is_reference([job(data("mixed", shape, BF16, device), row, column, k_major=bool(wanted[2]))])
-
-
 @pytest.mark.parametrize(
     ("pair", "tile"),
     [
@@ -100,13 +73,6 @@ def test_shapes_and_orientations(
 )
 def test_every_tile_gives_the_same_bits(pair: Pair, tile: Tile, device: torch.device) -> None:
     assert_kernel_is_reference([job(data("mixed", (130, 80), BF16, device), *pair)], tile)
-
-
-@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.spec)
-def test_given_amaxes_of_blocks(fmt: Format, device: torch.device) -> None:
-    x = data("nan_blocks", (40, 136), torch.float32, device)
-    for row, column in ((fmt, None), (None, fmt), (fmt, fmt)):
-        assert_kernel_is_reference([job(x, row, column, factor=1.5)])
 
 
 @pytest.mark.parametrize("fmt", [POW2, FP32, MX], ids=lambda fmt: fmt.spec)
@@ -148,34 +114,7 @@ def test_a_flag_on_the_device_leaves_everything_as_it_is(pair: Pair, device: tor
     assert_reference(done)
 
 
-@pytest.mark.gpu
-@FOR_EACH_DTYPE
-@for_each(PAIRS)
-def test_large(pair: Pair, dtype: torch.dtype) -> None:
-    for shape in ((4096, 4096), (1000, 2056), (2049, 1111)):
-        for kind in ("nan_blocks", "special", "tiny"):
-            x = data(kind, shape, dtype, CUDA)
-            for tile in (None, *TILES[blocks]) if kernels_of(pair[0] or pair[1]) is blocks else (None,):  # type: ignore[arg-type]
-                assert_kernel_is_reference([job(x, *pair)], tile)
-
-
 # ---- per tensor and per row ----
-
-
-@each_pair
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rule", ["fp32", "pow2"])
-@pytest.mark.parametrize("dim", [ROWWISE, COLUMNWISE])
-def test_scales_of_rows(rule: str, shape: tuple[int, int], dim: int, device: torch.device) -> None:
-    """One scale a row or a column, of which a matrix without elements has as many."""
-    fmt, x = Format(scale_rule=rule, amax_per_row=True), data("special", shape, BF16, device)
-    pair = (fmt, None) if dim == ROWWISE else (None, fmt)
-    jobs = [job(each, *pair) for each in (x, x[: shape[0] // 2])]
-    with count_launches() as launches:
-        per_tensor.cast(jobs, None)
-    assert launches == ({"cast_tensor_kernel": 1} if x.numel() else {})
-    for made in jobs:
-        assert_reference(made)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((7, 0), ROWWISE), ((0, 100), COLUMNWISE), ((0, 0), ROWWISE)])
@@ -203,19 +142,6 @@ def test_amax_drops_nan_and_keeps_infinity(size: int, device: torch.device) -> N
 
 
 # ---- blocks ----
-
-
-@pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.spec)
-def test_amaxes_of_blocks(fmt: Format, device: torch.device) -> None:
-    both, row_only, column_only = (fmt, fmt), (fmt, None), (None, fmt)
-    for shape, pair in (((130, 136), both), ((40, 136), row_only), ((136, 40), column_only), ((0, 9), both)):
-        made = job(data("nan_blocks", shape, BF16, device), *pair)
-        with count_launches() as counter:
-            blocks.amax([made])
-        assert counter == ({"cast_block_kernel": 1} if made.x.numel() else {})
-        for each in made.targets:
-            assert_same_bits(each.amax, reference.amax(made.x, fmt, each.dim))
-            assert torch.all(each.codes == 0xFF)
 
 
 @each_once
@@ -311,22 +237,6 @@ def test_rounding_of_every_bf16_and_of_ties(device: torch.device) -> None:
         made.row.level.fill_(6 * 448)
         nvfp4.cast([made], None, Tile(16, 4096, 8))
         assert_reference(made)
-
-
-@FOR_EACH_DTYPE
-@pytest.mark.parametrize("kind", ["mixed", "special", "tiny"])
-def test_amaxes_are_those_of_the_reference(kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    xs = [data(kind, shape, dtype, device) for shape in ((33, 96), (17, 50), (0, 16))]
-    for fmt, dim in ((NV_LINES, ROWWISE), (NV_LINES, COLUMNWISE), (NV_ROTATED, COLUMNWISE)):
-        found = [x.new_zeros(amax_shape(fmt, dim, *x.shape), dtype=torch.float32) for x in xs]
-        nvfp4.amax(xs, fmt, dim, found, Tile(16, 128, 4))
-        for x, amax in zip(xs, found, strict=True):
-            assert torch.equal(amax, reference.amax(x, fmt, dim)), (fmt.spec, dim, x.shape)
-    row, column = ([x.new_zeros(1, dtype=torch.float32) for x in xs] for _ in range(2))
-    nvfp4.amax(xs, NV_ROTATED, COLUMNWISE, column, Tile(16, 128, 4), row)
-    for x, a, b in zip(xs, row, column, strict=True):
-        assert torch.equal(a, reference.amax(x, NV, ROWWISE))
-        assert torch.equal(b, reference.amax(x, NV_ROTATED, COLUMNWISE))
 
 
 @first_by_default
