@@ -31,15 +31,9 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix, cast_all, find_ama
 
 
 def quantize_shard(
-    x: Tensor,
-    quantizer: Quantizer,
-    shards: ShardMap,
-    group: Group,
-    *,
-    amaxes: Amaxes | None = None,
-    scale: Tensor | None = None,
-    rng: Tensor | None = None,
-) -> Quantized:
+    x: Tensor, quantizer: Quantizer, shards: ShardMap, group: Group, *, amaxes: Amaxes | None = None,
+    scale: Tensor | None = None, rng: Tensor | None = None,
+) -> Quantized:  # fmt: skip
     """Casts this rank's part of the quantized whole, a collective; :func:`gather` joins parts.
 
     The codes and scales are those that ``quantizer`` gives for the rows of all ranks below each other, bit for bit, of
@@ -264,14 +258,9 @@ def gather(
 
 
 def start_gather(
-    parts: Sequence[Quantized],
-    shards: ShardMap,
-    group: Group,
-    *,
-    rowwise: bool,
-    columnwise: bool,
+    parts: Sequence[Quantized], shards: ShardMap, group: Group, *, rowwise: bool, columnwise: bool,
     gemm_ready: bool = False,
-) -> Pending[list[Quantized]]:
+) -> Pending[list[Quantized]]:  # fmt: skip
     """Starts to gather several quantized tensors in one call of the backend; ``wait()`` gives them.
 
     Nothing but codes, scales of blocks and amaxes of rows is sent; a scale or amax of the whole tensor is the same on

@@ -144,16 +144,9 @@ class _Replicated(torch.autograd.Function):
 
 
 def prepare_shard(
-    x: Tensor | Quantized,
-    quantizer: Quantizer,
-    shards: ShardMap,
-    group: Group,
-    *,
-    scales_agree: bool = False,
-    amaxes: Amaxes | None = None,
-    scale: Tensor | None = None,
-    rng: Tensor | None = None,
-) -> Quantized:
+    x: Tensor | Quantized, quantizer: Quantizer, shards: ShardMap, group: Group, *, scales_agree: bool = False,
+    amaxes: Amaxes | None = None, scale: Tensor | None = None, rng: Tensor | None = None,
+) -> Quantized:  # fmt: skip
     """Makes the operands of ``x`` that this rank sends; ``x`` may be quantized already; a collective.
 
     Operands are gathered as they are where their scales hold for the whole: no unit straddles ranks, and either scales

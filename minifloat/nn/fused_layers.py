@@ -78,18 +78,10 @@ class LayerNormLinear(parts.LayerOfParts):
         self.recompute_norm = recompute_norm
         self.norm = parts.NORMS[normalization](in_features, eps, zero_centered_gamma=zero_centered_gamma, **placement)
         self.linear = Linear(
-            in_features,
-            out_features,
-            bias,
-            name=name,
-            delay_wgrad_compute=delay_wgrad_compute,
-            return_bias=return_bias,
-            parameters_split=parameters_split,
-            init_method=init_method,
-            parallel_mode=parallel_mode,
-            fused_parts=fused_parts,
-            **options,
-        )
+            in_features, out_features, bias, name=name, delay_wgrad_compute=delay_wgrad_compute,
+            return_bias=return_bias, parameters_split=parameters_split, init_method=init_method,
+            parallel_mode=parallel_mode, fused_parts=fused_parts, **options,
+        )  # fmt: skip
 
     def forward(
         self,

@@ -143,16 +143,10 @@ class MultiheadAttention(parts.LayerOfLinears):
             num_attention_heads, channels, groups, attention_dropout, qkv_format, **of_core
         )
         self.proj = Linear(
-            num_attention_heads * channels,
-            hidden_size,
-            bias,
-            return_bias=return_bias,
-            init_method=output_layer_init_method or init_method,
-            name=parts.part_name(name, "proj"),
-            parallel_mode="row" if set_parallel_mode else None,
-            save_original_input=save_original_input,
-            **of_linears,
-        )
+            num_attention_heads * channels, hidden_size, bias, return_bias=return_bias,
+            init_method=output_layer_init_method or init_method, name=parts.part_name(name, "proj"),
+            parallel_mode="row" if set_parallel_mode else None, save_original_input=save_original_input, **of_linears,
+        )  # fmt: skip
         self._share_heads(exchange)
 
     def _share_heads(self, exchange: Local) -> None:

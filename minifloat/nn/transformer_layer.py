@@ -183,28 +183,15 @@ class TransformerLayer(LayerOfLinears):
         of_all: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "rows_per_rank": rows_per_rank}
         of_attention = {"checkpoint_core_attention": checkpoint_core_attention, "cu_seqlens_q": cu_seqlens_q}
         x, attended = self._sublayer(
-            self.self_attention,
-            hidden_states,
-            None,
-            attention_mask,
-            rotary_pos_emb=rotary_pos_emb,
+            self.self_attention, hidden_states, None, attention_mask, rotary_pos_emb=rotary_pos_emb,
             cu_seqlens_kv=cu_seqlens_kv if self.inter_attention is None else cu_seqlens_q,
-            core_attention_bias=core_attention_bias,
-            **of_attention,
-            **of_all,
-        )
+            core_attention_bias=core_attention_bias, **of_attention, **of_all,
+        )  # fmt: skip
         if self.inter_attention is not None:
             x, attended = self._sublayer(
-                self.inter_attention,
-                x,
-                attended,
-                enc_dec_attn_mask,
-                encoder_output,
-                cu_seqlens_kv=cu_seqlens_kv,
-                encoder_rows_per_rank=encoder_rows_per_rank,
-                **of_attention,
-                **of_all,
-            )
+                self.inter_attention, x, attended, enc_dec_attn_mask, encoder_output, cu_seqlens_kv=cu_seqlens_kv,
+                encoder_rows_per_rank=encoder_rows_per_rank, **of_attention, **of_all,
+            )  # fmt: skip
         if self.parallel_attention_mlp:
             _, transformed = self._sublayer(self.layernorm_mlp, hidden_states, None, **of_all)
             return x + attended + transformed

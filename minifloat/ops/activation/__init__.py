@@ -104,12 +104,6 @@ def _halves(x: Tensor, name: str, parameters: Sequence[float]) -> tuple[Pointwis
     return swish(alpha), a.clamp(max=limit), b.clamp(-limit, limit) + offset
 
 
-__all__ = [
-    "DEFAULTS", "NAMES", "activation_backward", "activation_backward_cast", "activation_cast", "activation_forward",
-    "check_name", "gated", "grouped_activation", "grouped_activation_backward", "out_columns", "parameters_of",
-]  # fmt: skip
-
-
 def check_name(name: str) -> None:
     """Raises ValueError if there is no such activation."""
     if name not in NAMES:

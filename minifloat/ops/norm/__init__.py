@@ -16,8 +16,6 @@ from minifloat.ops.library import operation
 from minifloat.ops.quantize import empty_fused_cast, fused_cast
 from minifloat.ops.quantize import reference as quantize_reference
 
-__all__ = ["NORMALIZATIONS", "check", "check_name", "norm_backward", "norm_cast", "norm_forward"]
-
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 _WHOLE = Format("e4m3")  # any with one scale for the tensor, to measure its amax
 

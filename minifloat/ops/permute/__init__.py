@@ -15,8 +15,6 @@ from torch import Tensor
 
 from minifloat.ops.library import operation
 
-__all__ = ["check_indices", "checked_indices", "permute_rows", "unpermute_rows", "unpermute_rows_backward"]
-
 WIDEST_DOT = 1024
 
 

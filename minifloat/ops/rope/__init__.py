@@ -7,8 +7,6 @@ from torch import Tensor
 
 from minifloat.ops.library import operation
 
-__all__ = ["rotate_into", "rotated"]
-
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool = False) -> Tensor:
     """``x`` [..., d] with its first r channels turned by angles whose ``cos`` and ``sin`` are [..., r].
