@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.formats import ROWWISE, Format, parse
+from minifloat.formats import ROWWISE, parse
 from minifloat.ops.library import operation
-from minifloat.ops.quantize import empty_fused_cast, fused_cast
-from minifloat.ops.quantize import reference as quantize_reference
+from minifloat.ops.quantize import empty_fused_cast, fused_cast, reference
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-_WHOLE = Format("e4m3")  # any with one scale for the tensor, to measure its amax
 
 
 def check_name(normalization: str) -> None:
@@ -62,7 +60,7 @@ def norm_forward(
     rsigma = (centered.square().mean(-1) + eps).sqrt().reciprocal()
     y = centered * rsigma[:, None] * _scale(gamma, precise, zero_centered)
     y = (y if beta is None else y + beta.to(precise)).to(dtype).contiguous()
-    amax = quantize_reference.amax(y, _WHOLE, ROWWISE) if with_amax else x.new_empty(0, dtype=torch.float32)
+    amax = reference.amax(y, reference.WHOLE, ROWWISE) if with_amax else x.new_empty(0, dtype=torch.float32)
     return y, mean, rsigma, amax, x.new_empty(0) if residual is None else total
 
 

@@ -24,6 +24,8 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.formats.elements import E2M1, E4M3, FLT_MAX, fp32
 from minifloat.ops import new
 
+WHOLE = Format("e4m3")
+"""Any format with one scale for the tensor, to measure its amax."""
 GROUP = 16
 # The fixed random signs of NVFP4 training recipes, bit i set where sign i is -1. Not drawn anew: both operands of
 # wgrad, and every rank of a sharded one, must be rotated alike.
@@ -188,11 +190,13 @@ def amax(x: Tensor, fmt: Format, dim: int) -> Tensor:
     """
     if fmt.transform != "none":
         x = rotated(x, fmt, dim)
-    if fmt.amax_per_row:
-        return _amax_of(x, dim)
-    if fmt.block and fmt.scale_rule != "two_level":
-        return _block_amax(_blocks(x.float(), *fmt.scale_block(dim)))[:, 0, :, 0]
-    return _amax_of(x.reshape(-1), 0).reshape(1)
+    if not fmt.amax_per_row:
+        if fmt.block and fmt.scale_rule != "two_level":
+            return _block_amax(_blocks(x.float(), *fmt.scale_block(dim)))[:, 0, :, 0]
+        x, dim = x.reshape(1, -1), ROWWISE
+    if isinstance(x, FakeTensor) or x.shape[dim] == 0:  # a compiler's number of rows must not be asked for
+        return x.new_zeros(x.shape[:dim] if dim == ROWWISE else x.shape[1:], dtype=torch.float32)
+    return x.abs().nan_to_num(0.0, posinf=torch.inf).amax(dim).float()
 
 
 def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: int) -> CastResult:
@@ -213,7 +217,7 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         assert given is not None
         given = given.float()
         codes = fmt.encoding.encode(x.float() * given)
-        return new(CastResult, (codes, given.reciprocal(), _amax_of(x.reshape(-1), 0).reshape(1)))
+        return new(CastResult, (codes, given.reciprocal(), amax(x, WHOLE, dim)))
     source = x if fmt.transform == "none" else rotated(x, fmt, dim)
     if given is not None and not fmt.grid:
         multiplier, scale_inv = fmt.scaling.scale(given.reshape(1), fmt, largest)
@@ -386,12 +390,6 @@ def _per_block(amax: Tensor, fmt: Format, dim: int) -> Tensor:
 
 
 # ---- blocks ----
-
-
-def _amax_of(x: Tensor, dim: int) -> Tensor:
-    if isinstance(x, FakeTensor) or x.shape[dim] == 0:  # a compiler's number of rows must not be asked for
-        return x.new_zeros(x.shape[:dim] if dim == ROWWISE else x.shape[1:], dtype=torch.float32)
-    return x.abs().nan_to_num(0.0, posinf=torch.inf).amax(dim).float()
 
 
 def _block_amax(blocks: Tensor) -> Tensor:
