@@ -9,7 +9,9 @@ from tests.helpers.distributed_pool import Pools
 from tests.helpers.etp_graphs import after_a_failure, compare, in_main_grad
 
 
-@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", "delayed", *[pytest.param(n, marks=pytest.mark.slow) for n in ("none", "current")]]
+)
 def test_attention_captured_and_experts_eager(worker_pool: Pools, recipe: str) -> None:
     """Bit for bit; nothing is in flight at a graph's begin, and no gather crosses it."""
     for different in worker_pool(2).run(compare, recipe, True, torch.float32):

@@ -208,7 +208,9 @@ def test_compiled(recipe: str) -> None:
         assert (got - want).abs().max() <= 2**-7 * want.abs().max()
 
 
-@pytest.mark.parametrize("form", ["own", "no loss", "option", "refused"])
+@pytest.mark.parametrize(
+    "form", ["own", "refused", *[pytest.param(f, marks=pytest.mark.slow) for f in ("no loss", "option")]]
+)
 def test_compiled_inside_of_a_checkpoint(form: str) -> None:
     """A graph's checkpoint sets no attribute: the layer's own hands them out, else PyTorch's option keeps them."""
     torch._dynamo.reset()
@@ -235,7 +237,7 @@ def test_compiled_inside_of_a_checkpoint(form: str) -> None:
 
 
 @first_by_default
-@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.parametrize("recipe", ["current", None])
 def test_microbatches_in_one_graph(recipe: str | None) -> None:
     """Without a recipe nothing is cast that could be kept; a cast that is kept is refused, by its name."""
     torch._dynamo.reset()

@@ -48,7 +48,7 @@ FROM_RANK0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 # ---- DCP ----
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4", pytest.param("mxfp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["nvfp4", *[pytest.param(r, marks=pytest.mark.slow) for r in ("delayed", "mxfp8")]])
 def test_dcp_on_more_ranks(worker_pool: Pools, tmp_path: Path, recipe: str) -> None:
     """Three ranks: shards that are no whole blocks, and an empty one, which has the one scale of a tensor too."""
     case = tmp_path, recipe, True

@@ -62,7 +62,7 @@ def on_ranks(pool: Pools, grid: Grid, recipe: str | None, config: TrainConfig, *
 @pytest.mark.parametrize(
     "grid, options",
     [
-        (Grid(2), {}), (Grid(4, 2), {"sequence_parallel": True}), (Grid(4, 2), {"sequence_parallel": False}),
+        (Grid(2), {}), (Grid(4, 2), {"sequence_parallel": True}), slow(Grid(4, 2), {"sequence_parallel": False}),
         (Grid(2, etp=1), {}), (Grid(4, etp=2), {}), (Grid(4, 2, 2), {}), slow(Grid(4, etp=4), {}),
     ],
 )  # fmt: skip
@@ -83,10 +83,11 @@ def test_ranks_may_have_unequal_shares(worker_pool: Pools, grid: Grid, more: dic
 @pytest.mark.parametrize(
     "recipe, grid, bound",
     [
-        *[(recipe, Grid(2), 0.01) for recipe in ("delayed", "current", "block", "mxfp8")], ("nvfp4", Grid(2), 0.05),
+        *[(recipe, Grid(2), 0.01) for recipe in ("delayed", "block")], ("nvfp4", Grid(2), 0.05),
         ("delayed", Grid(2, etp=2), 0.01), ("delayed", Grid(2, 2), 0.02), ("mxfp8", Grid(2, 2), 0.02),
         slow("mxfp8", Grid(4, etp=2), 0.01), slow("block", Grid(2, 2), 0.02), slow("nvfp4", Grid(2, 2), 0.05),
         *[slow(recipe, Grid(4, 2), 0.02) for recipe in ("delayed", "block")], slow("nvfp4", Grid(3), 0.05),
+        *[slow(recipe, Grid(2), 0.01) for recipe in ("current", "mxfp8")],
     ],
 )  # fmt: skip
 def test_losses_of_every_recipe(worker_pool: Pools, recipe: str, grid: Grid, bound: float) -> None:
@@ -103,7 +104,7 @@ def test_losses_of_every_recipe(worker_pool: Pools, recipe: str, grid: Grid, bou
 
 @pytest.mark.parametrize(
     "recipe, tp, experts",
-    [("current", 1, 0), ("nvfp4", 1, 0), ("delayed", 2, 0), ("mxfp8", 1, 5), slow("block", 1, 0), slow("mxfp8", 2, 0)],
+    [("delayed", 2, 0), ("mxfp8", 1, 5), *[slow(r, 1, 0) for r in ("current", "nvfp4", "block")], slow("mxfp8", 2, 0)],
 )
 def test_rows_of_weights_train_as_with_fsdp(worker_pool: Pools, recipe: str, tp: int, experts: int) -> None:
     """To the bit, where neither the norm's order of sums scales gradients nor bf16 rounds those of weights.
@@ -174,10 +175,11 @@ def from_its_middle(
 @pytest.mark.parametrize(
     "first, then",
     [
-        (Grid(2), Grid(1)), (Grid(1), Grid(2)), (Grid(4, 2), Grid(2)), (Grid(2, etp=2), Grid(1)),
+        (Grid(2), Grid(1)), (Grid(1), Grid(2)), (Grid(2, etp=2), Grid(1)),
         (Grid(4, 2, 2), Grid(2)), (Grid(2), Grid(4, 2, 2)), (Grid(2, 2), Grid(1)),
         slow(Grid(2), Grid(3)), slow(Grid(3), Grid(4, 2)), slow(Grid(3, etp=3), Grid(2, etp=2)),
         slow(Grid(4, etp=4), Grid(4, etp=2)), slow(Grid(1), Grid(4, etp=2)), slow(Grid(4, etp=2), Grid(4, 2)),
+        slow(Grid(4, 2), Grid(2)),
     ],
 )  # fmt: skip
 def test_a_run_goes_on_on_other_ranks(worker_pool: Pools, tmp_path: Path, first: Grid, then: Grid) -> None:
