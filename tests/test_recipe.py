@@ -91,14 +91,8 @@ TRANSFORMER_ENGINE: dict[type, list[tuple[str, object]]] = {
         ("reduce_amax", True),
     ],
     DelayedScaling: [
-        ("margin", 0),
-        ("fp8_format", HYBRID),
-        ("amax_history_len", 1024),
-        ("amax_compute_algo", "max"),
-        ("scaling_factor_compute_algo", None),
-        ("reduce_amax", True),
-        *ATTENTION,
-        *OVERRIDE,
+        ("margin", 0), ("fp8_format", HYBRID), ("amax_history_len", 1024), ("amax_compute_algo", "max"),
+        ("scaling_factor_compute_algo", None), ("reduce_amax", True), *ATTENTION, *OVERRIDE,
     ],
     Float8CurrentScaling: [
         ("use_power_2_scales", False),
@@ -110,30 +104,15 @@ TRANSFORMER_ENGINE: dict[type, list[tuple[str, object]]] = {
         *OVERRIDE,
     ],
     Float8BlockScaling: [
-        ("use_f32_scales", False),
-        ("fp8_format", E4M3),
-        ("x_block_scaling_dim", 1),
-        ("w_block_scaling_dim", 2),
-        ("grad_block_scaling_dim", 1),
-        ("fp8_gemm_fprop", SPLIT),
-        ("fp8_gemm_dgrad", SPLIT),
-        ("fp8_gemm_wgrad", SPLIT),
-        *ATTENTION,
-        *OVERRIDE,
+        ("use_f32_scales", False), ("fp8_format", E4M3), ("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2),
+        ("grad_block_scaling_dim", 1), ("fp8_gemm_fprop", SPLIT), ("fp8_gemm_dgrad", SPLIT),
+        ("fp8_gemm_wgrad", SPLIT), *ATTENTION, *OVERRIDE,
     ],
     MXFP8BlockScaling: [("margin", 0), ("fp8_format", E4M3), *ATTENTION, *OVERRIDE, ("enable_2d_quantization", False)],
     NVFP4BlockScaling: [
-        ("disable_rht", False),
-        ("disable_stochastic_rounding", False),
-        ("disable_2d_quantization", False),
-        ("row_scaled_activation", False),
-        ("nvfp4_4over6", "none"),
-        ("nvfp4_4over6_e4m3_use_256", "all"),
-        ("nvfp4_4over6_err_mode", "MAE"),
-        ("fp4_format", E2M1),
-        ("fp8_format", E4M3),
-        *ATTENTION,
-        *OVERRIDE,
+        ("disable_rht", False), ("disable_stochastic_rounding", False), ("disable_2d_quantization", False),
+        ("row_scaled_activation", False), ("nvfp4_4over6", "none"), ("nvfp4_4over6_e4m3_use_256", "all"),
+        ("nvfp4_4over6_err_mode", "MAE"), ("fp4_format", E2M1), ("fp8_format", E4M3), *ATTENTION, *OVERRIDE,
     ],
     CustomRecipe: [
         ("qfactory", REQUIRED),
@@ -142,7 +121,7 @@ TRANSFORMER_ENGINE: dict[type, list[tuple[str, object]]] = {
         *OVERRIDE,
         ("quantization_alignment", 128),
     ],
-}
+}  # fmt: skip
 """Transformer Engine 2.20's fields in its order, with the defaults that it has when no environment variable is set."""
 
 OURS: dict[type, list[tuple[str, object]]] = {
@@ -210,17 +189,11 @@ def test_nvfp4_cast_options_that_users_may_read(off: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("delayed", DelayedScaling()),
-        ("current", Float8CurrentScaling()),
-        ("block", Float8BlockScaling()),
-        ("mxfp8", MXFP8BlockScaling()),
-        ("nvfp4", NVFP4BlockScaling()),
-        ("mxfp4", MXFP4BlockScaling()),
-        ("mxfp6", MXFP6BlockScaling()),
-        ("rowwise", Float8RowwiseScaling()),
-        ("w4a8", W4A8BlockScaling()),
+        ("delayed", DelayedScaling()), ("current", Float8CurrentScaling()), ("block", Float8BlockScaling()),
+        ("mxfp8", MXFP8BlockScaling()), ("nvfp4", NVFP4BlockScaling()), ("mxfp4", MXFP4BlockScaling()),
+        ("mxfp6", MXFP6BlockScaling()), ("rowwise", Float8RowwiseScaling()), ("w4a8", W4A8BlockScaling()),
     ],
-)
+)  # fmt: skip
 def test_short_names(name: str, recipe: Recipe) -> None:
     assert recipes.named(name) == recipe
     assert recipes.as_recipe(name) is recipes.named(name)
@@ -649,21 +622,12 @@ def test_factory_is_called_once_for_each_role(own: bool) -> None:
     assert factory.asked == {QuantizerRole("linear", kind, name): 1 for kind in SLOTS for name in ("qkv", "proj")}
 
 
-def test_factory_is_called_again_for_another_recipe_object() -> None:
-    """An equal recipe is another recipe: its factory may answer otherwise by now."""
+@pytest.mark.parametrize("override", [None, "high_precision"])
+def test_factory_is_called_for_each_recipe_object(override: str | None) -> None:
+    """An equal recipe is another recipe: its factory may answer otherwise by now. None is asked again."""
     factory = Factory(lambda role: Quantizer(Format()))
-    layer = Linear(16, 16)
-    for _ in range(2):
-        with autocast(recipe=CustomRecipe(factory)):
-            _step(layer)
-    assert set(factory.asked.values()) == {2}
-
-
-def test_factory_is_not_called_again_by_alternating_recipes() -> None:
-    factory = Factory(lambda role: Quantizer(Format()))
-    first, second = CustomRecipe(factory), CustomRecipe(factory, backward_override="high_precision")
-    layer = Linear(16, 16)
-    for recipe in (first, second, first, second):
+    made, layer = [CustomRecipe(factory), CustomRecipe(factory, backward_override=override)], Linear(16, 16)
+    for recipe in made * 2 if override else made:
         with autocast(recipe=recipe):
             _step(layer)
     assert set(factory.asked.values()) == {2}

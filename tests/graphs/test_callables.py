@@ -74,7 +74,9 @@ def state_of(module: nn.Module) -> dict[Any, Tensor]:
     for name, p in module.named_parameters():
         found |= {name: p, (name, "grad"): p.grad, (name, "main_grad"): getattr(p, "main_grad", None)}
     present = {name: each for name, each in found.items() if each is not None}
-    return {n: t.dequantize() if isinstance(t, QuantizedTensor) else t.detach().clone() for n, t in present.items()}
+    return {
+        n: t.detach().dequantize() if isinstance(t, QuantizedTensor) else t.detach().clone() for n, t in present.items()
+    }
 
 
 def numbered(tensors: Sequence[Tensor] | State) -> State:
@@ -166,16 +168,8 @@ def check_module(module: nn.Module, recipe: Recipe | None, graph_device: torch.d
 @pytest.mark.parametrize("recipe_name", ["delayed", "current"])
 def test_own_recipes(graph_device: torch.device, recipe_name: str) -> None:
     """Layers with recipes of their own, inside of no autocast: each call is a region."""
-    recipe = recipe_of(recipe_name)
-    module = nn.Sequential(
-        Linear(HIDDEN, 96, recipe=recipe, **on(graph_device)), Linear(96, HIDDEN, recipe=recipe, **on(graph_device))
-    )
-    twin = twin_of(module)
-    make_graphed_callables(module, sample_of(graph_device))
-    for number in range(5):
-        x, dy = inputs(graph_device, number + 1.0)
-        assert_same(*(step(each, x, dy, nullcontext(), number) for each in (module, twin)), f"{number}")  # type: ignore[misc]
-        assert_same(state_of(module), state_of(twin), f"state after step {number}")
+    options = {"recipe": recipe_of(recipe_name), **on(graph_device)}
+    check_module(nn.Sequential(Linear(HIDDEN, 96, **options), Linear(96, HIDDEN, **options)), None, graph_device)
 
 
 @pytest.mark.parametrize("recipe_name", ["delayed", "current"])
@@ -233,19 +227,9 @@ def check_microbatches(device: torch.device, recipe: Recipe | None, caches: bool
 
 @pytest.mark.parametrize("recipe_name", ["delayed", "block"])
 def test_quantized_parameters(graph_device: torch.device, recipe_name: str) -> None:
-    recipe = recipe_of(recipe_name)
-    with quantized_model_init(recipe=recipe):
+    with quantized_model_init(recipe=recipe_of(recipe_name)):
         module = LayerNormLinear(HIDDEN, HIDDEN, **on(graph_device))
-    twin = twin_of(module)
-    make_graphed_callables(module, sample_of(graph_device), recipe=recipe)
-    for number in range(4):
-        x, dy = inputs(graph_device, number + 1.0)
-        found, wanted = (step(each, x, dy, context_of(recipe), number) for each in (module, twin))
-        assert_same(found, wanted, f"step {number}")
-        assert_same(state_of(module), state_of(twin), f"state after step {number}")
-        for each in (module, twin):
-            torch.optim.SGD(each.parameters(), lr=0.01).step()
-            each.zero_grad()
+    check_module(module, recipe_of(recipe_name), graph_device)
 
 
 ORDER = [1, 1, 2, -2, -1, 1, 2, -2, -1, 2, -2, -1]
