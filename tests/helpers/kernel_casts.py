@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops.launch import count_launches, ready
 from minifloat.ops.quantize import amax_shape, blocks, empty_cast, nvfp4, per_tensor, reference
 from minifloat.ops.quantize.job import CastJob, CastTarget
+from tests.helpers.cast_inputs import DATA as DATA
+from tests.helpers.cast_inputs import data as data
 from tests.helpers.compare import assert_same_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -65,58 +67,6 @@ WITHOUT_KERNEL: list[Pair] = [
 
 
 # ---- data ----
-
-
-def _with(values: list[float], x: Tensor, share: float = 0.005) -> Tensor:
-    """``x`` with some of ``values`` at so many places."""
-    chosen = torch.rand(x.shape) < share
-    x[chosen] = torch.tensor(values).repeat(x.numel())[: int(chosen.sum())]
-    return x
-
-
-def _blank(x: Tensor, value: float) -> Tensor:
-    """``x`` with whole strips and a whole tile of ``value``."""
-    x[1::5], x[:, 1::5] = value, value
-    x[:128, 128:256] = value
-    return x
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Columns of different kinds beside each other."""
-    x[:, 1::3] *= torch.exp(2.5 * torch.randn_like(x[:, 1::3]))  # heavy tails
-    x[:, 16:32] = torch.randint(-24, 25, x[:, 16:32].shape) / 4  # ties of the rounding
-    x[:, 32:48] *= 1e-4  # block scales near zero
-    x[torch.rand(x.shape) < 0.1] = 0.0
-    x[:, 48:64] = torch.copysign(torch.zeros(()), torch.randn_like(x[:, 48:64]))
-    return x
-
-
-INFINITIES, NANS = [torch.inf, -torch.inf], [torch.nan, -torch.nan]
-DATA: dict[str, Callable[[tuple[int, int], torch.dtype], Tensor]] = {
-    "normal": lambda shape, dtype: torch.randn(shape),
-    "heavy_tailed": lambda shape, dtype: torch.randn(shape) * torch.exp(2.5 * torch.randn(shape)),
-    "mixed": lambda shape, dtype: _mixed(torch.randn(shape)),
-    "tiny": lambda shape, dtype: torch.randn(shape) * 0.125 * torch.finfo(dtype).tiny,
-    "denormal_rows": lambda shape, dtype: torch.randn(shape) * 2.0**-120 * 4.0 ** torch.randint(-3, 3, (shape[0], 1)),
-    "huge": lambda shape, dtype: (torch.rand(shape) * 0.5 + 0.5) * torch.finfo(dtype).max * torch.randn(shape).sign(),
-    "zeros": lambda shape, dtype: torch.zeros(shape) * torch.randn(shape).sign(),
-    "zero_blocks": lambda shape, dtype: _blank(torch.randn(shape), 0.0),
-    "infinite": lambda shape, dtype: _with(INFINITIES, torch.randn(shape)),
-    "nan": lambda shape, dtype: _with(NANS, torch.randn(shape)),
-    "nan_blocks": lambda shape, dtype: _blank(_with(NANS + INFINITIES, torch.randn(shape)), torch.nan),
-    "special": lambda shape, dtype: _with(
-        [*NANS, *INFINITIES, -0.0, torch.finfo(dtype).max], _mixed(torch.randn(shape)), 0.06
-    ),
-    # Amaxes next to MAX and its powers of two, where the scale changes: one step of the dtype around them.
-    "edges": lambda shape, dtype: (
-        torch.tensor([448.0, 57344.0, 1.0])[torch.randint(3, shape)] * (1 + torch.randint(-1, 2, shape) * 2.0**-7)
-    ),
-}
-
-
-def data(kind: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A matrix of one of `DATA`."""
-    return DATA[kind](shape, dtype).to(dtype).to(device)
 
 
 def elsewhere(x: Tensor, place: str) -> Tensor:

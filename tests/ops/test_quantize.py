@@ -19,7 +19,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, Format, elements, parse
 from minifloat.operand import Operand
@@ -27,6 +26,7 @@ from minifloat.ops import quantize
 from minifloat.ops.quantize import reference
 from minifloat.quantizer import Quantizer, cast_all, find_amaxes
 from tests.helpers import oracle, oracle_nvfp4, vectors
+from tests.helpers.cast_inputs import DATA, data
 from tests.helpers.oracle_casts import SEED, OracleCast, differences, oracle_cast, oracle_values, same, to_numpy
 from tests.helpers.sample import each_once
 
@@ -104,82 +104,7 @@ FP16_SLOW = pytest.mark.parametrize(
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
 
 
-def _random(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape)
-
-
-def _heavy_tailed(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape) * torch.exp(2.5 * torch.randn(shape))
-
-
-def _ties(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Multiples of 1/16 up to 8: halfway between neighbours of every element type, at a scale of a power of two."""
-    return torch.randint(-128, 129, shape) / 16
-
-
-def _tiny(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """About an eighth of the smallest normal number: denormal inputs, infinite scales, denormal inverses."""
-    return torch.randn(shape) * 0.125 * torch.finfo(dtype).tiny
-
-
-def _huge(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return (torch.rand(shape) * 0.5 + 0.5) * torch.finfo(dtype).max * torch.randn(shape).sign()
-
-
-def _uneven(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Rows and columns of very different size: block scales that underflow beside some that are large."""
-    return torch.randn(shape) * 2.0 ** torch.randint(-9, 6, (shape[0], 1)) * 2.0 ** torch.randint(-9, 6, (1, shape[1]))
-
-
-def _zero(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape)
-
-
-def _negative_zero(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return -torch.zeros(shape)
-
-
-def _zero_blocks(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Whole strips and tiles of zeros of both signs; both corners of a large matrix stay."""
-    x = torch.randn(shape)
-    x[16:64, : max(1, shape[1] // 2)] = 0.0
-    x[:16, 16:64] = -0.0
-    return x
-
-
-def _with(values: list[float], shape: tuple[int, int]) -> Tensor:
-    """Normal numbers with some of ``values`` at about one place in 40, the first in the first place."""
-    x = torch.randn(shape)
-    chosen = torch.rand(shape) < 0.025
-    chosen.view(-1)[:1] = True
-    x[chosen] = torch.tensor(values).repeat(chosen.numel())[: int(chosen.sum())]
-    return x
-
-
-def _infinite(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return _with([torch.inf, -torch.inf], shape)
-
-
-def _with_nan(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return _with([torch.nan], shape)
-
-
-def _with_nan_and_infinity(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return _with([torch.nan, torch.inf, -torch.inf, 0.0, -0.0], shape)
-
-
-def _all_nan(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, torch.nan)
-
-
-KINDS = {
-    kind.__name__.strip("_"): kind
-    for kind in (
-        _random, _heavy_tailed, _ties, _tiny, _huge, _uneven, _zero, _negative_zero, _zero_blocks, _infinite, _with_nan,
-        _with_nan_and_infinity, _all_nan,
-    )
-}  # fmt: skip
-DENSE = ("random", "heavy_tailed", "ties")
+DENSE = ("normal", "heavy_tailed", "ties")
 """Kinds for the shapes of many whole blocks; the other shapes take every kind."""
 
 
@@ -194,9 +119,9 @@ def inputs(dtype: torch.dtype) -> list[Input]:
     torch.manual_seed(0)
     generated = []
     for shape in SHAPES:
-        for kind, make in KINDS.items():
+        for kind in DATA:
             if shape[0] * shape[1] < 3000 or kind in DENSE or (kind == "uneven" and shape == (130, 70)):
-                generated.append(Input(f"{kind} {shape}", make(shape, dtype).to(dtype)))
+                generated.append(Input(f"{kind} {shape}", data(kind, shape, dtype)))
     return generated
 
 
@@ -445,7 +370,7 @@ def test_delayed_scaling_casts_with_any_scale(element: str, scale: float, device
 def test_dequantize_rounds_once(fmt: Format, dim: int) -> None:
     """To each dtype as fp32 rounded; by way of bf16 to fp16, say, it would round twice."""
     if fmt.transform == "none":
-        cast = oracle_cast(_random((17, 129), torch.float32), fmt, dim, 0.37 if fmt.scale_rule == "given" else None)
+        cast = oracle_cast(torch.randn((17, 129)), fmt, dim, 0.37 if fmt.scale_rule == "given" else None)
         exact = torch.from_numpy(oracle_values(cast, fmt, dim, (17, 129)))
         for dtype in DTYPES:
             values = _dequantize(cast, fmt, dim, (17, 129), dtype, torch.device("cpu"))
@@ -481,8 +406,8 @@ def test_dequantize_rotates_back(rows: int, device: torch.device) -> None:
 @FOR_EACH_KIND
 def test_own_amax(fmt: Format, dim: int, device: torch.device) -> None:
     """The amax phase alone: of the tensor, of each row, or of each block; NaNs are dropped."""
-    for shape, kind in product(SHAPES + EMPTY, ("random", "with_nan_and_infinity", "all_nan")):
-        x = KINDS[kind](shape, torch.bfloat16).bfloat16()
+    for shape, kind in product(SHAPES + EMPTY, ("normal", "special", "all_nan")):
+        x = data(kind, shape, torch.bfloat16)
         source = (
             oracle_nvfp4.hadamard16(to_numpy(x.float()))
             if fmt.transform == "hadamard16" and x.numel()
@@ -503,7 +428,7 @@ def test_own_amax(fmt: Format, dim: int, device: torch.device) -> None:
 @for_each([cast for cast in KINDS_OF_CASTS if cast[0].needs_amax])
 def test_given_amax(fmt: Format, dim: int, factor: float) -> None:
     """An amax agreed with other ranks, larger than the tensor's own."""
-    x = _random((17, 129), torch.bfloat16).bfloat16()
+    x = torch.randn((17, 129)).bfloat16()
     (own,) = quantizer(fmt, dim).amax(x)
     assert own is not None
     agreed = own * factor
@@ -513,7 +438,7 @@ def test_given_amax(fmt: Format, dim: int, factor: float) -> None:
 @for_each([(fmt, dim) for fmt, dim in CASTS if fmt.block and fmt.scale_rule != "two_level"])
 def test_given_block_amaxes(fmt: Format, dim: int) -> None:
     """A cast with the blocks' amaxes from outside: as without, and with larger ones as if an element were larger."""
-    x = _random((130, 133), torch.bfloat16).bfloat16()
+    x = torch.randn((130, 133)).bfloat16()
     own = quantize.amax([x], [fmt.spec], [dim])[0]
     assert not differences("own", actual(x, fmt, dim, own), oracle_cast(x, fmt, dim))
     rows, columns = fmt.scale_block(dim)
@@ -532,9 +457,9 @@ def test_given_block_amaxes(fmt: Format, dim: int) -> None:
 
 shapes = st.tuples(st.integers(0, 40), st.integers(0, 40))
 tensors = st.builds(
-    lambda shape, kind, dtype, seed: (torch.manual_seed(seed), KINDS[kind](shape, dtype).to(dtype))[1],
+    lambda shape, kind, dtype, seed: (torch.manual_seed(seed), data(kind, shape, dtype))[1],
     shapes,
-    st.sampled_from(sorted(KINDS)),
+    st.sampled_from(sorted(DATA)),
     st.sampled_from(DTYPES),
     st.integers(0, 2**16),
 )
@@ -587,53 +512,7 @@ def test_many_tensors_in_one_call(batch: list[tuple[Tensor, tuple[Format, int]]]
         assert _equal(_fields(q.cast(x, level, rng).any), _fields(result.any))
 
 
-@PROPERTY
-@given(casts, shapes, st.sampled_from(DTYPES))
-def test_fakes_tell_shape_dtype_and_layout(
-    cast: tuple[Format, int], shape: tuple[int, int], dtype: torch.dtype
-) -> None:
-    fmt, dim = cast
-    real = _run_ops(torch.randn(shape).to(dtype), fmt, dim)
-    with FakeTensorMode():
-        fake = _run_ops(torch.empty(shape, dtype=dtype), fmt, dim)
-    for a, b in zip(real, fake, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert a.is_contiguous() and b.is_contiguous()
-
-
-def _run_ops(x: Tensor, fmt: Format, dim: int) -> list[Tensor]:
-    """All outputs of the three operations, one after the other."""
-    rng = quantize.draw_seed(x)
-    amaxes = quantize.amax([x], [fmt.spec], [dim])
-    level = torch.ones(1) if fmt.scale_rule == "given" else amaxes[0]
-    codes, scale_inv, measured = quantize.cast([x], [level], [rng], [fmt.spec], [dim], [False], None)
-    amax = amaxes[0] if fmt.scale_rule == "two_level" else None
-    values = quantize.dequantize(codes, scale_inv, amax, fmt.spec, dim, *x.shape, x.dtype)
-    return [rng, *amaxes, codes, scale_inv, measured, values]
-
-
 # ---- Layouts, devices, PyTorch's own checks --------------------------------------------------------------------------
-
-
-def _views(device: torch.device) -> dict[str, Tensor]:
-    base = torch.randn(96, 140, device=device).bfloat16()
-    return {
-        "transposed": base.T,
-        "columns of a wider matrix": base[:, 3:133],
-        "every second row and column": base[::2, ::2],
-        "offset rows": base[5:40],
-        "transposed part": base[1:50, 2:37].T,
-        "one row for all": base[:1].expand(40, -1),
-        "one column for all": base[:, :1].expand(-1, 40),
-    }
-
-
-@FOR_EACH_KIND
-def test_layout_of_the_input_is_no_matter(fmt: Format, dim: int, device: torch.device) -> None:
-    for label, x in _views(device).items():
-        assert not x.is_contiguous() or label == "offset rows"
-        got, want = actual(x, fmt, dim), actual(x.contiguous(), fmt, dim)
-        assert not differences(label, got, want)
 
 
 @FOR_EACH_KIND
@@ -679,20 +558,6 @@ def test_draw_seed_follows_the_generator() -> None:
     torch.library.opcheck(quantize.draw_seed.overload, (x,), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.gpu
-@FOR_EACH_DTYPE
-@FOR_EACH_CAST
-def test_gpu_gives_the_bytes_of_the_cpu(fmt: Format, dim: int, dtype: torch.dtype) -> None:
-    """At a size that fills a GPU, where kernels tile otherwise than at the oracle's sizes."""
-    x = _uneven((515, 771), dtype).to(dtype)
-    level = torch.tensor([0.37]) if fmt.scale_rule == "given" else None
-    on_gpu = actual(x.cuda(), fmt, dim, None if level is None else level.cuda())
-    on_cpu = actual(x, fmt, dim, level)
-    assert not differences("", on_gpu, on_cpu)
-    values = [_dequantize(on_cpu, fmt, dim, x.shape, dtype, torch.device(name)) for name in ("cpu", "cuda")]
-    assert same(*values)
-
-
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
 
 CURRENT, ROTATED = Format("e4m3"), Format("e2m1", 16, scale_rule="two_level", transform="hadamard16")
@@ -735,7 +600,7 @@ def test_values_hash_compare_and_pickle() -> None:
 
 def test_hybrid_takes_one_format_from_each() -> None:
     block, mx = Format("e4m3", 128, scale_rule="pow2"), Format("e4m3", 32, scale_rule="e8m0")
-    x = _random((33, 40), torch.bfloat16).bfloat16()
+    x = torch.randn((33, 40)).bfloat16()
     both = Quantizer.hybrid(rowwise_quantizer=Quantizer(block), columnwise_quantizer=Quantizer(mx))(x)
     for operand, fmt, dim in ((both.rowwise, block, ROWWISE), (both.columnwise, mx, COLUMNWISE)):
         assert operand is not None and operand.scale_inv is not None
@@ -745,7 +610,7 @@ def test_hybrid_takes_one_format_from_each() -> None:
 
 def test_columnwise_from_the_dequantized_rowwise() -> None:
     block, mx = Format("e4m3", 128, scale_rule="fp32"), Format("e4m3", 32, scale_rule="e8m0")
-    x = _random((33, 40), torch.bfloat16).bfloat16()
+    x = torch.randn((33, 40)).bfloat16()
     first = oracle_cast(x, block, ROWWISE)
     seen = torch.from_numpy(oracle_values(first, block, ROWWISE, x.shape)).bfloat16()
     for rowwise in (True, False):

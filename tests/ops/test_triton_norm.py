@@ -85,7 +85,10 @@ def assert_same_bits(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 def check_forward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, choice: NormTile | None = None) -> None:
     """Against float64, and against the fp32 reference: statistics within the sums' freedom of order."""
     got = run_forward(norm, x, gamma, beta, choice=choice)
-    assert_norm_forward(norm, x, gamma, beta, got.y, got.mean, got.rsigma)
+    how = norm.normalization, norm.eps, norm.zero_centered_gamma
+    plain = operations.norm_forward.reference(x, gamma, beta, *how, FP32, True)
+    for y, mean, rsigma, *_ in (got, plain):
+        assert_norm_forward(norm, x, gamma, beta, y, mean, rsigma)
     rounded = run_forward(norm, x, gamma, beta, x.dtype, choice=choice)
     assert torch.equal(rounded.y, got.y.to(x.dtype))
     assert torch.equal(rounded.amax, rounded.y.float().abs().amax().reshape(1))
@@ -114,6 +117,8 @@ def check_backward(norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor | None, ch
     out = run_forward(norm, x, gamma, beta, choice=choice)
     got = run_backward(norm, dy, x, gamma, (out.mean, out.rsigma), choice=choice)
     exact, bound = assert_norm_gradients(norm, x, gamma, beta, dy, *got)
+    how = out.mean, out.rsigma, norm.normalization, norm.zero_centered_gamma
+    assert_norm_gradients(norm, x, gamma, beta, dy, *operations.norm_backward.reference(dy, x, gamma, *how))
     assert beta is not None or got[2].shape == (0 if norm.normalization == "RMSNorm" else size,)
     assert [t.dtype for t in got] == [x.dtype, gamma.dtype, gamma.dtype]
 
