@@ -187,6 +187,16 @@ def arguments_of(
     return x, offsets, [level] * len(dims), None, formats, dims, k_major, rows
 
 
+def test_amaxes_of_more_columns_and_rows_than_a_tile(device: torch.device) -> None:
+    """The largest element stands in the second tile of a token, and its token in the first tile of a group."""
+    x, rows, offsets = tokens_of((1100, 30), 600, device)
+    x[:, 550], x[10, 550] = -100.0, -3e5
+    rows.clamp_(max=9)
+    rows[0] = 10
+    assert_same_bits(casts.gathered_amax(x, rows, offsets), grouped.gathered_amax.reference(x, rows, offsets))
+    assert casts.gathered_amax(x, rows, offsets)[0] > 2e5
+
+
 def test_rows_by_index_by_a_rule_without_a_kernel(device: torch.device) -> None:
     """The reference casts."""
     define_scale_rule(Quotient("gathered_only", own=False))
