@@ -27,7 +27,7 @@ from minifloat.tensor import Gatherer, QuantizedTensor, operand_ops
 @cached
 def _gaps(name: layout.Name, fmt: Format, dim: int, rows: int, cols: int, groups: int) -> list[int]:
     """Rows of the tensor ``name`` of groups between the end of each and the next, or the end of all."""
-    places = [layout.own_rows(name, fmt, dim, group * rows, rows, group) for group in range(groups)]
+    places = layout.own_rows(name, fmt, dim, [rows * group for group in range(groups + 1)])
     starts = [*[place.start for place in places[1:]], layout.shape(name, fmt, dim, groups * rows, cols, groups)[0]]
     return [start - place.stop for start, place in zip(starts, places, strict=True)]
 
@@ -77,15 +77,17 @@ def with_rows_consecutive(weight: Operand) -> Operand:
     return weight._replace(codes=codes.t(), dim=COLUMNWISE)
 
 
-def part(whole: Operand, group: int, like: Operand) -> Operand:
-    """The operand of one group in the memory of ``whole``, with versions of its own; in the shapes of ``like``."""
-
-    def own(name: layout.Name) -> Any:
-        held: Tensor | None = getattr(whole, name)
-        place = layout.own_rows(name, like.format, like.dim, group * like.shape[0], like.shape[0], group)
-        return None if held is None else held[place].view_as(getattr(like, name)).data
-
-    return like._replace(codes=own("codes"), scale_inv=own("scale_inv"), amax=own("amax"))
+def parts(whole: Operand | None, likes: Sequence[Any]) -> list[Operand | None]:
+    """The operand of each group in the memory of ``whole``, with versions of its own; in the shapes of ``likes``."""
+    if whole is None:
+        return [None] * len(likes)
+    offsets, tensors = [likes[0].shape[0] * group for group in range(len(likes) + 1)], []
+    for name in layout.NAMES:
+        held: Any = getattr(whole, name)
+        places = layout.own_rows(name, whole.format, whole.dim, offsets)
+        each = zip(places, likes, strict=True)
+        tensors.append([held if held is None else held[at].view_as(getattr(like, name)).data for at, like in each])
+    return [Operand(*own, *like[3:]) for like, *own in zip(likes, *tensors, strict=True)]
 
 
 class SeparateOperands(tuple[Any, ...]):
@@ -293,10 +295,11 @@ def _join_quantized(weights: Sequence[QuantizedTensor]) -> JoinedWeights | None:
         return None
     with torch.inference_mode(False), torch.no_grad():
         whole = join_all(weights)
-        for i, weight in enumerate(weights):
-            initial, own = weight.get_high_precision_init_val(), weight.operands
-            slots = [None if like is None else part(of, i, like) for of, like in zip(whole, own, strict=True)]  # type: ignore[arg-type]
-            weight._operands = Quantized(slots[0], slots[0] if own.columnwise is own.rowwise else slots[1])
+        held = [weight.operands for weight in weights]
+        row, column = (parts(of, [own[i] for own in held]) for i, of in enumerate(whole))
+        for weight, *slots in zip(weights, row, row if whole.columnwise is whole.rowwise else column, strict=True):
+            initial = weight.get_high_precision_init_val()
+            weight._operands = Quantized(*slots)
             weight._wholes = tuple(operand_ops.buffers(whole).values())  # a write to one is a write to all
             if initial is not None:
                 weight.set_high_precision_init_val(initial)

@@ -66,8 +66,8 @@ def integers(rows: int, cols: int, offsets: Tensor, spec: str, dim: int) -> Oper
         codes = codes | fmt.encoding.encode(torch.randint(-3, 4, shape).float()) << 4
         if dim == ROWWISE and cols % 2:
             codes[:, -1] &= 0xF
-        for group, (first, end) in enumerate(pairwise(offsets.tolist() if dim == COLUMNWISE else [])):
-            place = layout.own_rows("codes", fmt, dim, first, end - first, group)
+        known = offsets.tolist() if dim == COLUMNWISE else [0]
+        for (first, end), place in zip(pairwise(known), layout.own_rows("codes", fmt, dim, known), strict=True):
             if (end - first) % 2 and fmt.transform == "none":
                 codes[place.stop - 1] &= 0xF
     if dim == COLUMNWISE and k_major(spec):
@@ -91,9 +91,9 @@ def values(operand: Operand, group: int, cols: int) -> Tensor:
     rows = end - first
     if scale_inv is None:
         return codes[first:end].double()
-    level = None if amax is None else amax[layout.own_rows("amax", fmt, dim, first, rows, group)].reshape(-1)
-    scales = scale_inv[layout.own_rows("scale_inv", fmt, dim, first, rows, group)]
-    found = codes[layout.own_rows("codes", fmt, dim, first, rows, group)]
+    places = [layout.own_rows(name, fmt, dim, offsets.tolist())[group] for name in layout.NAMES]
+    level = None if amax is None else amax[places[2]].reshape(-1)
+    scales, found = scale_inv[places[1]], codes[places[0]]
     if fmt.transform == "hadamard16":
         rows, fmt = reference.rotated_rows(rows), parse(spec.replace("/hadamard16", ""))
     scales = scales.reshape(scale_shape(fmt, dim, rows, cols))
@@ -104,22 +104,21 @@ def poisoned(operand: Operand) -> Operand:
     """The same with NaN, or codes and scales of all ones, in memory that is no group's, or that of one without rows."""
     codes, scale_inv, amax, spec, dim, offsets = operand
     fmt, known = parse(spec), offsets.tolist()
-    owned = [(first, end - first, group) for group, (first, end) in enumerate(pairwise(known)) if end > first]
 
     def poison(x: Tensor, places: list[slice]) -> Tensor:
         free = torch.ones(x.shape[0], dtype=torch.bool)
-        for place in places:
-            free[place] = False
+        for place, (first, end) in zip(places, pairwise(known), strict=True):
+            free[place] = end == first
         x = x.clone()  # keeps strides
         x[free] = torch.nan if x.is_floating_point() else 0xFF
         return x
 
     if scale_inv is None:
-        return operand._replace(codes=poison(codes, [slice(first, first + rows) for first, rows, _ in owned]))
+        return operand._replace(codes=poison(codes, list(map(slice, known, known[1:]))))
     return operand._replace(
-        codes=poison(codes, [layout.own_rows("codes", fmt, dim, *each) for each in owned]),
-        scale_inv=poison(scale_inv, [layout.own_rows("scale_inv", fmt, dim, *each) for each in owned]),
-        amax=None if amax is None else poison(amax, [layout.own_rows("amax", fmt, dim, *each) for each in owned]),
+        codes=poison(codes, layout.own_rows("codes", fmt, dim, known)),
+        scale_inv=poison(scale_inv, layout.own_rows("scale_inv", fmt, dim, known)),
+        amax=None if amax is None else poison(amax, layout.own_rows("amax", fmt, dim, known)),
     )
 
 
@@ -139,11 +138,11 @@ def alone(x: Operand, group: int, cols: int) -> Operand:
         target[: taken.shape[0]] = taken
         return target
 
-    of_group = fmt, dim, first, rows, group
+    places = [layout.own_rows(name, fmt, dim, offsets.tolist())[group] for name in layout.NAMES]
     whole = fmt, dim, rows, cols, 1
     return Operand(
-        place(codes, layout.shape("codes", *whole), layout.own_rows("codes", *of_group)),
-        place(scale_inv, layout.shape("scale_inv", *whole), layout.own_rows("scale_inv", *of_group)),
-        None if amax is None else place(amax, layout.shape("amax", *whole), layout.own_rows("amax", *of_group)),
+        place(codes, layout.shape("codes", *whole), places[0]),
+        place(scale_inv, layout.shape("scale_inv", *whole), places[1]),
+        None if amax is None else place(amax, layout.shape("amax", *whole), places[2]),
         spec, dim, own,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -116,9 +115,8 @@ def check_casts(found: Sequence[Tensor], y: Tensor, offsets: Tensor, *how: Any) 
     given = [scales] * len(formats)
     expected = grouped.grouped_cast.reference(y, offsets, given, None, formats, dims, k_major)
     for i, (spec, dim) in enumerate(zip(formats, dims, strict=True)):
-        for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-            codes = layout.own_rows("codes", parse(spec), dim, first, end - first, group)
-            grid = layout.own_rows("scale_inv", parse(spec), dim, first, end - first, group)
+        places = (layout.own_rows(name, parse(spec), dim, offsets.tolist()) for name in layout.NAMES[:2])
+        for codes, grid in zip(*places, strict=True):
             assert_same_bits(found[3 * i][codes].contiguous(), expected[3 * i][codes].contiguous())
             assert_same_bits(found[3 * i + 1][grid], expected[3 * i + 1][grid])
         assert_same_bits(found[3 * i + 2], expected[3 * i + 2])

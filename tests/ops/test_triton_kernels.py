@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -112,9 +111,10 @@ def owners(given: Input, fmt: Format, dim: int) -> Iterator[tuple[slice, dict[st
     if given.offsets is None:
         yield slice(None), dict.fromkeys(layout.NAMES, slice(None))
         return
-    for group, (first, end) in enumerate(pairwise(given.offsets.tolist())):
-        where = {name: layout.own_rows(name, fmt, dim, first, end - first, group) for name in layout.NAMES}
-        yield slice(first, end), where
+    known = given.offsets.tolist()
+    places = [layout.own_rows(name, fmt, dim, known) for name in layout.NAMES]
+    for rows, *own in zip(map(slice, known, known[1:]), *places, strict=True):
+        yield rows, dict(zip(layout.NAMES, own, strict=True))
 
 
 def both(kernel: Kernel, arguments: Any, plain: Any = None, backwards: bool = False) -> Iterator[list[Tensor]]:

@@ -6,7 +6,7 @@ Each group is quantized as a matrix of its own, and multiplied so: what these op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,10 +21,9 @@ from minifloat.ops.library import SymInt, operation
 from minifloat.ops.quantize import empty, reference, scale_shape
 
 
-def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Number, first row and rows of each group; waits for the device."""
-    for group, (first, end) in enumerate(pairwise(offsets.tolist())):
-        yield group, first, end - first
+def _parts(x: Tensor, offsets: Sequence[int]) -> Sequence[Tensor]:
+    """The rows of each group."""
+    return x[offsets[0] : offsets[-1]].split([end - first for first, end in pairwise(offsets)])
 
 
 def check_counts(counts: Tensor, rows: int, layer: object) -> None:
@@ -56,12 +55,12 @@ def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Seque
     ``offsets``: int32 [G + 1]: the first row of each group, and the end of the last one, at most M; not descending.
     The amaxes of formats that find their own are empty, [0].
     """
-    amaxes = empty_amaxes(x, offsets, formats, dims)
+    amaxes, known = empty_amaxes(x, offsets, formats, dims), offsets.tolist()
     for amax, fmt, dim in zip(amaxes, map(parse, formats), dims, strict=True):
         amax.zero_()
-        for group, first, rows in _groups(offsets) if fmt.needs_amax else ():
-            place = layout.own_rows("amax", fmt, dim, first, rows, group)
-            amax[place] = reference.amax(x[first : first + rows], fmt, dim).view_as(amax[place])
+        for rows, place in zip(_parts(x, known), layout.own_rows("amax", fmt, dim, known), strict=True):
+            if fmt.needs_amax:
+                amax[place] = reference.amax(rows, fmt, dim).view_as(amax[place])
     return amaxes
 
 
@@ -101,19 +100,19 @@ def grouped_cast(
         The third is the groups' own amaxes, fp32 [G], where scales were given, else empty.
     """
     x = x if rows is None else x[rows.long()]
-    outputs: list[Tensor] = []
+    known = offsets.tolist()
+    parts, outputs = _parts(x, known), list[Tensor]()
     for level, spec, dim, transposed in zip(given, formats, dims, k_major, strict=True):
         fmt = parse(spec)
         codes, scales, amax = empty_cast(x, offsets.numel() - 1, fmt, dim, transposed)
         for tensor in (codes, scales, amax):
             tensor.zero_()
-        for group, first, count in _groups(offsets):
-            where = fmt, dim, first, count, group
-            own = None if level is None else level[layout.own_rows("amax", *where)].reshape(-1)
-            made = reference.cast(x[first : first + count], own, None if rng is None else rng[group], fmt, dim)
-            codes[layout.own_rows("codes", *where)] = made.codes
-            place = layout.own_rows("scale_inv", *where)
-            scales[place] = made.scale_inv.view_as(scales[place])
+        places = [layout.own_rows(name, fmt, dim, known) for name in layout.NAMES]
+        for group, (part, of_codes, of_scales, of_amax) in enumerate(zip(parts, *places, strict=True)):
+            own = None if level is None else level[of_amax].reshape(-1)
+            made = reference.cast(part, own, None if rng is None else rng[group], fmt, dim)
+            codes[of_codes] = made.codes
+            scales[of_scales] = made.scale_inv.view_as(scales[of_scales])
             if amax.numel():
                 amax[group] = made.amax[0]
         outputs += codes, scales, amax
@@ -191,69 +190,66 @@ def grouped_mm(
     Operands are casts as :data:`grouped_cast` gives them, with the offsets of their rows; those of the format identity
     are values [M, K]. ``bias`` [G, N] is added in fp32. Rows of Y and dX that are no group's are zero.
     """
-    groups, wgrad = a_offsets.numel() - 1, gemm == "wgrad"
-    backend = "torch"
+    known, wgrad = a_offsets.tolist(), gemm == "wgrad"
+    along, product = matmul.CONTRACTED[gemm], None
     if a_scale is not None and b_scale is not None:
-        along = matmul.CONTRACTED[gemm]
-        backend = matmul.product(gemm, a_format, a_dim, along[0], b_format, b_dim, along[1], a.device).backend
-    matmul.record(gemm, a_format, b_format, backend)
-    left = _Side(a, a_scale, a_amax, parse(a_format), a_dim)
-    right = _Side(b, b_scale, b_amax, parse(b_format), b_dim)
-    out = a.new_zeros((groups, rows, cols) if wgrad else (rows, cols), dtype=out_dtype)
-    for (group, first, own), (_, b_first, b_own) in zip(_groups(a_offsets), _groups(b_offsets), strict=True):
-        place = group if wgrad else slice(first, first + own)
-        sides = left.of(group, first, own), right.of(group, b_first, b_own)
+        product = matmul.product(gemm, a_format, a_dim, along[0], b_format, b_dim, along[1], a.device)
+    matmul.record(gemm, a_format, b_format, "torch" if product is None else product.backend)
+    left = _sides(a, a_scale, a_amax, parse(a_format), a_dim, known)
+    right = _sides(b, b_scale, b_amax, parse(b_format), b_dim, b_offsets.tolist())
+    out = a.new_zeros((len(left), rows, cols) if wgrad else (rows, cols), dtype=out_dtype)
+    results = out.unbind() if wgrad else _parts(out, known)
+    for group, (result, own, other) in enumerate(zip(results, left, right, strict=True)):
         addend = None if bias is None else bias[group]
-        out[place] = _product(gemm, *sides, rows if wgrad else own, cols, out_dtype, addend, fast_accum)
+        if product is None:
+            found = _of_values(own.values(out_dtype), other.values(out_dtype), along, addend)
+        else:
+            sides: Any = *own[:3], result.shape[0], *other[:3], cols, out_dtype, addend, fast_accum, None, False, False
+            found = product.run(*sides)
+        result.copy_(found)
     return out
 
 
 class _Side(NamedTuple):
-    """An operand of a product: of all groups, or of one with its number of rows."""
+    """An operand of a group's product, and its number of rows."""
 
     codes: Tensor
     scale_inv: Tensor | None
     amax: Tensor | None
     format: Format
     dim: int
-    rows: int = 0
-
-    def of(self, group: int, first: int, rows: int) -> _Side:
-        """That of one group."""
-        codes, scale_inv, amax, fmt, dim, _ = self
-        if not fmt.quantized:
-            return self._replace(codes=codes[first : first + rows], rows=rows)
-        assert scale_inv is not None
-        level = None if amax is None else amax[layout.own_rows("amax", fmt, dim, first, rows, group)].reshape(-1)
-        scales = scale_inv[layout.own_rows("scale_inv", fmt, dim, first, rows, group)]
-        scales = scales if fmt.block else scales.reshape(-1)
-        return _Side(codes[layout.own_rows("codes", fmt, dim, first, rows, group)], scales, level, fmt, dim, rows)
+    rows: int
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """What it stands for."""
-        if self.scale_inv is None:
-            return self.codes.to(dtype)
-        cols = self.codes.shape[1] * (2 if self.format.packed and self.dim == ROWWISE else 1)
-        grid = self.scale_inv.reshape(scale_shape(self.format, self.dim, self.rows, cols))
-        found = reference.dequantize(self.codes, grid, self.amax, self.format, self.dim, self.rows, cols)
-        return found.to(dtype)
+        codes, scale_inv, amax, fmt, dim, rows = self
+        if scale_inv is None:
+            return codes.to(dtype)
+        cols = codes.shape[1] * (2 if fmt.packed and dim == ROWWISE else 1)
+        grid = scale_inv.reshape(scale_shape(fmt, dim, rows, cols))
+        return reference.dequantize(codes, grid, amax, fmt, dim, rows, cols).to(dtype)
 
 
-def _product(
-    gemm: str, a: _Side, b: _Side, m: int, n: int, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> Tensor:
-    """The GEMM of one group."""
-    a_along, b_along = matmul.CONTRACTED[gemm]
-    if a.scale_inv is None or b.scale_inv is None:
-        left, right = a.values(out_dtype), b.values(out_dtype)
-        left, right = left if a_along == ROWWISE else left.t(), right.t() if b_along == ROWWISE else right
-        depth = min(left.shape[1], right.shape[0])  # a packed operand may end with a zero code
-        left, right = left[:, :depth], right[:depth]
-        return left @ right if bias is None else torch.addmm(bias.to(out_dtype), left, right)
-    prepared = matmul.product(gemm, a.format.spec, a.dim, a_along, b.format.spec, b.dim, b_along, a.codes.device)
-    return prepared.run(
-        a.codes, a.scale_inv, a.amax, m, b.codes, b.scale_inv, b.amax, n, out_dtype, bias, fast_accum, counted=False
-    )
+def _sides(
+    codes: Tensor, scale_inv: Tensor | None, amax: Tensor | None, fmt: Format, dim: int, offsets: Sequence[int]
+) -> list[_Side]:
+    """The operands of groups."""
+    if scale_inv is None:
+        return [_Side(own, None, None, fmt, dim, own.shape[0]) for own in _parts(codes, offsets)]
+    sides, places = [], [layout.own_rows(name, fmt, dim, offsets) for name in layout.NAMES]
+    for (first, end), of_codes, of_scales, of_amax in zip(pairwise(offsets), *places, strict=True):
+        scales = scale_inv[of_scales] if fmt.block else scale_inv[of_scales].reshape(-1)
+        level = None if amax is None else amax[of_amax].reshape(-1)
+        sides.append(_Side(codes[of_codes], scales, level, fmt, dim, end - first))
+    return sides
+
+
+def _of_values(left: Tensor, right: Tensor, along: tuple[int, int], bias: Tensor | None) -> Tensor:
+    """The GEMM of one group of values."""
+    left, right = left if along[0] == ROWWISE else left.t(), right.t() if along[1] == ROWWISE else right
+    depth = min(left.shape[1], right.shape[0])  # a packed operand may end with a zero code
+    left, right = left[:, :depth], right[:depth]
+    return left @ right if bias is None else torch.addmm(bias.to(left.dtype), left, right)
 
 
 @grouped_mm.fake
@@ -272,12 +268,13 @@ def rowwise_mm(
     """
     rows, cols = x.shape[0], w.shape[0] // max(w_offsets.numel() - 1, 1)
     out = x.new_zeros(rows, cols, dtype=out_dtype)
-    for (group, first, own), (_, w_first, _) in zip(_groups(x_offsets), _groups(w_offsets), strict=True):
-        left, right = x[first : first + own].float(), w[w_first : w_first + cols].float().t().contiguous()
-        total = right.new_zeros(own, cols)
+    parts = (_parts(each, offsets.tolist()) for each, offsets in ((out, x_offsets), (x, x_offsets), (w, w_offsets)))
+    for group, (result, left, weight) in enumerate(zip(*parts, strict=True)):
+        left, right = left.float(), weight.float().t().contiguous()
+        total = right.new_zeros(result.shape)
         for k in range(right.shape[0]):
             total += left[:, k, None] * right[k]
-        out[first : first + own] = total if bias is None else total + bias[group].to(out_dtype).float()
+        result.copy_(total if bias is None else total + bias[group].to(out_dtype).float())
     return out
 
 
@@ -311,7 +308,7 @@ def _(out: Tensor, *_arguments: Any) -> None:
 @operation("grouped.products:add_rows")
 def grouped_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """The sum of each group's rows of ``x`` [M, N]: [G, N], in the dtype of ``x``."""
-    sums = [x[first : first + rows].sum(0) for _, first, rows in _groups(offsets)]
+    sums = [own.sum(0) for own in _parts(x, offsets.tolist())]
     return torch.stack(sums) if sums else x.new_zeros(0, x.shape[1])
 
 
@@ -326,10 +323,10 @@ def grouped_dequantize(
     cols: SymInt, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The values [M, K] that a cast of groups stands for; 0 in rows that are no group's."""
-    whole = _Side(codes, scale_inv, amax, parse(format), dim)
-    values = codes.new_zeros(rows, cols, dtype=dtype)
-    for group, first, own in _groups(offsets):
-        values[first : first + own] = whole.of(group, first, own).values(dtype)[:, :cols]
+    values, known = codes.new_zeros(rows, cols, dtype=dtype), offsets.tolist()
+    sides = _sides(codes, scale_inv, amax, parse(format), dim, known)
+    for result, side in zip(_parts(values, known), sides, strict=True):
+        result.copy_(side.values(dtype)[:, :cols])
     return values
 
 

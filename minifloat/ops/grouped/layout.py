@@ -24,6 +24,8 @@ the shape.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -116,10 +118,13 @@ def shape(name: Name, fmt: Format, dim: int, rows: int, cols: int, groups: int) 
     return place(name, fmt, dim).at(rows, groups), *row_shape(name, fmt, dim, cols)
 
 
-def own_rows(name: Name, fmt: Format, dim: int, offset: int, rows: int, group: int) -> slice:
-    """Where in it a group of ``rows`` rows from ``offset`` on is."""
+def own_rows(name: Name, fmt: Format, dim: int, offsets: Sequence[int]) -> list[slice]:
+    """Where in it each group is, of groups of the rows between neighbours of ``offsets``."""
     unit, by_unit, by_group, _ = place(name, fmt, dim)
-    first = offset // unit * by_unit + group * by_group
-    if unit > 1 and fmt.transform == "hadamard16":
-        rows = reference.rotated_rows(rows)
-    return slice(first, first + (-(-rows * by_unit // unit) if by_unit else 1))
+    places = []
+    for group, (offset, end) in enumerate(pairwise(offsets)):
+        first, rows = offset // unit * by_unit + group * by_group, end - offset
+        if unit > 1 and fmt.transform == "hadamard16":
+            rows += -rows % reference.GROUP
+        places.append(slice(first, first + (-(-rows * by_unit // unit) if by_unit else 1)))
+    return places
