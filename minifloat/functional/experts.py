@@ -13,11 +13,10 @@ from torch import Tensor
 from minifloat.autocast import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import first_order, guarded
-from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local, high_precision
-from minifloat.functional.grouped import GroupLayout, cast_tokens, casts_in_kernel
-from minifloat.functional.grouped_weight import joined, joined_for_dgrad
+from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local
+from minifloat.functional.grouped import GroupLayout, joined, joined_for_dgrad
 from minifloat.functional.linear import LinearCall, grad_input, gradients, output, pack, save_x, unpack
-from minifloat.functional.norm_activation import VALUES, Activation, measures_amax
+from minifloat.functional.norm_activation import VALUES, Activation, measures_amax, one_format
 from minifloat.functional.quantize import RoleCasts, delayed_scale, values_of
 from minifloat.functional.router import Routing
 from minifloat.functional.spec import Given, Spec
@@ -25,8 +24,9 @@ from minifloat.functional.weight_source import LocalWeight, Product, computed, i
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
 from minifloat.ops.activation import grouped_activation, grouped_activation_backward, out_columns
-from minifloat.ops.grouped import grouped_sum
-from minifloat.ops.permute import unpermute_rows
+from minifloat.ops.grouped import gathered_amax, grouped_sum
+from minifloat.ops.permute import permute_rows, unpermute_rows
+from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Amaxes, as_matrix
 from minifloat.tensor import QuantizedTensor
 
@@ -70,7 +70,8 @@ class Experts(Local):
             assert x is not None
             x_operands = self._cast(spec.casts.x, x, self.x_tokens, given.delayed, known.scale)
         if w is None:
-            w = quantize_weight(spec.casts.w, high_precision(spec, weight), given.delayed)
+            own = spec.casts_w or isinstance(weight, QuantizedTensor)
+            w = quantize_weight(spec.casts.w, weight if own else weight.to(spec.options.dtype), given.delayed)
         return x_operands, w, x_operands
 
     def _cast(
@@ -116,12 +117,28 @@ def _summed(rows: Tensor, tokens: Tokens | None) -> Tensor:
     return unpermute_rows(rows, None, tokens.routing.inverse, tokens.routing.offsets)
 
 
+def cast_tokens(
+    cast: RoleCasts, x: Tensor, routing: Routing, rows: Tensor, delayed_call: DelayedCall | None
+) -> Quantized:
+    """Makes the operands of ``permute(x, routing)`` for tokens ``x`` [T, K]; where kernels can, that is never written.
+
+    ``rows``: int32 [T k], the token of each row.
+    """
+    quantizer, offsets = cast.quantizers[0], routing.offsets
+    one_amax = measures_amax(quantizer)
+    from_tokens = one_amax and one_format(quantizer) is not None and cast.prepared.columns_k_major
+    if not from_tokens and not casts_in_kernel(cast):
+        return cast.of_groups(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call)
+    amax = gathered_amax(x, rows, offsets) if one_amax else None
+    return cast.of_groups(x, offsets, delayed_call, amax=amax, rows=rows)
+
+
 class ExpertWeights(LocalWeight):
     """The weights of experts, W [G, N, K], which this rank has whole: one parameter, or one [N, K] for each."""
 
     def save(self, spec: Spec, weight: Tensor, w: Any) -> Any:
         if spec.override != "high_precision":
-            return w.along(spec.along)
+            return super().save(spec, weight, w)
         layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
         return values_of(weight, layout.offsets)
 
@@ -166,6 +183,14 @@ def quantize_weight(cast: RoleCasts, weight: Tensor, delayed_call: DelayedCall |
     weight = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
     layout = GroupLayout.uniform(weight.shape[0], weight.shape[1], weight.device)
     return cast.of_groups(weight.flatten(0, 1), layout.offsets, delayed_call)
+
+
+def casts_in_kernel(cast: RoleCasts) -> bool:
+    """Whether a kernel that computes the values of groups can cast them."""
+    fmt = one_format(cast.quantizers[0])
+    # With given scales no kernel writes columnwise codes in another order.
+    given = fmt is not None and fmt.scale_rule == "given" and cast.prepared.columns_k_major
+    return given or (fmt is not None and casts_blocks(fmt))
 
 
 # ---- MLPs ----

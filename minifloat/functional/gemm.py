@@ -138,8 +138,8 @@ def multiply_groups(
             f"grouped {gemm} contracts {depths[0]} elements with {depths[1]}, of {groups} and {b_groups} groups"
         )
     arguments = (
-        gemm, a.codes, a.scale_inv, a.tensors[2], a.format.spec, a.dim, a.offsets,
-        b.codes, b.scale_inv, b.tensors[2], b.format.spec, b.dim, b.offsets,
+        gemm, a.codes, a.scale_inv, a.amax, a.format.spec, a.dim, a.offsets,
+        b.codes, b.scale_inv, b.amax, b.format.spec, b.dim, b.offsets,
         *shape[-2:], out_dtype, bias, fast_accum,
     )  # fmt: skip
     if out is not None or accumulate:

@@ -18,15 +18,22 @@ from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import Format
 from minifloat.functional.etp.rows import ExpertRows, Reduction
 from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, quantize_weight
-from minifloat.functional.grouped import GroupLayout
-from minifloat.functional.grouped_weight import JoinedWeights, are_alike, join_all, join_weights, stack_weights
+from minifloat.functional.grouped import (
+    GroupLayout,
+    JoinedWeights,
+    are_alike,
+    join_all,
+    join_weights,
+    layout_of,
+    stack_weights,
+)
 from minifloat.functional.linear import LinearFunction, apply_eagerly
 from minifloat.functional.quantize import RoleCasts, as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec
 from minifloat.nn import linear_call, options
 from minifloat.nn.linear_call import needs_eager, run_eager
 from minifloat.nn.linear_state import LinearState, reusable_operands
-from minifloat.nn.options import InitMethod, layout_of, one_dtype
+from minifloat.nn.options import InitMethod, one_dtype
 from minifloat.nn.quantized_parameters import (
     bind_scales,
     given_format,
@@ -327,6 +334,9 @@ class GroupedLinear(LinearState):
             return [modules[name]._parameters[kind] for name in names]
         except KeyError:  # one that is computed, as by torch.nn.utils.parametrize
             return [getattr(modules[name], kind) for name in names]
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        return self._weight_matrix(), None if self.return_bias else self._bias_vector()
 
     def _weight_matrix(self) -> Tensor:
         """W [G, N, K]."""

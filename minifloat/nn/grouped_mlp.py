@@ -19,13 +19,13 @@ from minifloat.functional.experts import (
     GroupedMLPFunction,
     Tokens,
 )
-from minifloat.functional.grouped import GroupLayout
+from minifloat.functional.grouped import GroupLayout, check_groups, layout_of
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.functional.router import Routing, permute, permute_probabilities, unpermute
 from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_call import compiles_backward
-from minifloat.nn.options import InitMethod, LinearOptions, check_groups, check_meta, check_tensor, layout_of, place
+from minifloat.nn.options import InitMethod, LinearOptions, check_meta, check_tensor, place
 from minifloat.recipe import Recipe
 
 

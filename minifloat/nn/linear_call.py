@@ -107,8 +107,9 @@ def prepare(
     if config.delayed is not None:
         backward = needs_x or needs_w or needs_b
         given.delayed = start_delayed_call(layer, config.delayed, replayed, backward, exchange)
+    plain = type(weight) is nn.Parameter or (type(weight) is Tensor and not compiling and layer._etp is None)
     nothing_kept = compiling or layer._weight_cache is None
-    if not (type(weight) is nn.Parameter and is_first_microbatch is None and nothing_kept):  # else it is cast now
+    if not (plain and is_first_microbatch is None and nothing_kept):  # else it is cast now
         given.w = layer._weight_operands(spec, given.delayed, weight, is_first_microbatch)
     return new(LinearCall, (spec, exchange, source, given)), weight, bias
 
@@ -227,9 +228,11 @@ def check_input(layer: LinearState, x: Tensor, is_first_microbatch: bool | None)
     if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested:
         check_tensor(x, layer)
     weight = layer._parameters.get("weight")
-    if weight is None or weight.is_meta:
+    if weight is None:
         name = layer._weight_names[0]
-        check_meta(x, layer, layer._parameters[name] if name in layer._parameters else layer._weight(name))
+        weight = layer._parameters[name] if name in layer._parameters else layer._weight(name)
+    if weight is not None and weight.is_meta:
+        check_meta(x, layer, weight)
     if not x.is_floating_point():
         raise TypeError(f"{layer._label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
     if x.dim() == 0 or x.shape[-1] != layer.in_features:

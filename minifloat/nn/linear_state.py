@@ -123,7 +123,7 @@ class LinearState(QuantizedWeights):
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Returns W, and b where forward adds it."""
-        return self._weight_matrix(), None if self.return_bias else self._bias_vector()
+        raise NotImplementedError
 
     def _gathered_weight(self) -> QuantizedTensor | None:
         """Returns W where FSDP2 has gathered it as one, of several parameters."""

@@ -12,9 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, Size, label_of
-from minifloat.autocast import checks_finite, surrounding_recipe, used
+from minifloat.autocast import surrounding_recipe
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.grouped import GroupLayout
 from minifloat.recipe import RecipeLike
 
 InitMethod = Callable[[Tensor], object]
@@ -122,27 +121,6 @@ def check_meta(x: Tensor, module: nn.Module, parameter: Tensor | None) -> None:
         raise ValueError(
             f"{label_of(module)}: the parameters are on the meta device, without values, and the input is on "
             f"{x.device}; use to_empty(device=...) and then reset_parameters() or load_state_dict(...)"
-        )
-
-
-def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, layer: object) -> GroupLayout:
-    """Returns the layout of the rows of ``x`` [..., width] in groups; ``m_splits``: as of ``GroupedLinear.forward``."""
-    rows = x.numel() // width if width else x.shape[:-1].numel()
-    layout = m_splits
-    if not isinstance(layout, GroupLayout):
-        layout = GroupLayout.of(m_splits, rows, x.device, layer, wait=used.check_finite and checks_finite())
-    check_groups(layout, groups, layer)
-    if layout.rows != rows:
-        raise ValueError(f"{label_of(layer)}: the layout is for {layout.rows} rows, and the input has {rows}")
-    return layout
-
-
-def check_groups(layout: GroupLayout, groups: int, layer: object) -> None:
-    """Raises if the layout is of another number of groups."""
-    if layout.offsets.shape[0] != groups + 1:
-        raise ValueError(
-            f"{label_of(layer)}: m_splits has {layout.offsets.shape[0] - 1} numbers; give the rows of each of the "
-            f"{groups} experts"
         )
 
 

@@ -15,7 +15,7 @@ from minifloat.formats import ROWWISE, parse
 from minifloat.functional import dgrad, experts, fprop, wgrad
 from minifloat.functional import gemm as gemms
 from minifloat.functional.gemm import multiply_groups
-from minifloat.functional.grouped import GroupLayout, casts_in_kernel, quantize_groups
+from minifloat.functional.grouped import GroupLayout, quantize_groups
 from minifloat.functional.norm_activation import Activation
 from minifloat.functional.quantize import RoleCasts
 from minifloat.ops import matmul
@@ -116,7 +116,7 @@ def test_gradient_blocks_of_an_activation(
     if kernels:
         monkeypatch.setattr(experts, "grouped_activation_backward", activation_kernels.backward_groups)
     cast, block = RoleCasts([Quantizer(parse(spec))], ["grad_output"], ""), parse(spec).block
-    assert casts_in_kernel(cast)
+    assert experts.casts_in_kernel(cast)
     offsets, rows = offsets_of(COUNTS, device), sum(COUNTS)
     for columns in (block, block // 2, 3 * block // 2):
         h = torch.randn(rows, columns * (2 if activation.gated else 1), device=device).bfloat16()

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import minifloat
 from minifloat.functional import experts, fused_layers, linear
-from minifloat.functional.grouped import GroupLayout
-from minifloat.functional.grouped_weight import SeparateOperands
+from minifloat.functional.grouped import GroupLayout, SeparateOperands
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp import sharded_weights

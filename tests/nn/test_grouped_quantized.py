@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minifloat import GroupedLinear, Linear, MoE, QuantizedTensor, TransformerLayer, autocast, quantized_model_init
 from minifloat.convert import convert, revert
 from minifloat.formats import COLUMNWISE, parse
-from minifloat.functional.grouped_weight import with_rows_consecutive
+from minifloat.functional.grouped import with_rows_consecutive
 from minifloat.functional.quantize import RoleCasts
 from minifloat.optim import MasterWeights
 from minifloat.quantizer import Quantizer, casts

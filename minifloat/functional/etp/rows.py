@@ -13,7 +13,7 @@ from minifloat.comm.group import Group, ShardMap
 from minifloat.comm.pytorch import check_same_rows, running
 from minifloat.comm.sharded_cast import Repeat, quantize_shards
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.grouped_weight import SeparateOperands, join, of_all
+from minifloat.functional.grouped import SeparateOperands, join, of_all
 from minifloat.functional.quantize import FORWARD_SLOTS, holds
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer

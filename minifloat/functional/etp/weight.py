@@ -19,7 +19,7 @@ from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.functional.autograd import apply, first_order
 from minifloat.functional.etp.prefetch_queue import Key, Step, queue_of
 from minifloat.functional.etp.rows import Cast, EtpRows, Parts, Sharding, cast_together
-from minifloat.functional.grouped_weight import SeparateOperands
+from minifloat.functional.grouped import SeparateOperands
 from minifloat.functional.spec import Spec
 from minifloat.functional.weight_source import LocalWeight, Product, accumulated, computed, into_grad, into_main_grad
 from minifloat.operand import Operand, Quantized

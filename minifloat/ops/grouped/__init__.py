@@ -142,10 +142,8 @@ def empty_casts(
     x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool]
 ) -> list[Tensor]:
     """:func:`empty_cast` of each."""
-    outputs: list[Tensor] = []
-    for spec, dim, transposed in zip(formats, dims, k_major, strict=True):
-        outputs += empty_cast(x, offsets.shape[0] - 1, parse(spec), dim, transposed)
-    return outputs
+    groups, each = offsets.shape[0] - 1, zip(map(parse, formats), dims, k_major, strict=True)
+    return [tensor for how in each for tensor in empty_cast(x, groups, *how)]
 
 
 def empty_cast(x: Tensor, groups: int, fmt: Format, dim: int, k_major: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -65,8 +65,9 @@ def _segment_scale(a: Tensor | None, b: Tensor | None, index: int) -> Tensor | N
 
 def _product(a: Tensor, b: Tensor, split: tuple[bool, bool]) -> Tensor:
     """fp32 [m, n]: the exact a b^T, rounded once."""
-    terms = [left @ right.t() for left in _parts(a, split[0]) for right in _parts(b, split[1])]
-    return terms[0].float() if len(terms) == 1 else _rounded_sum(terms)
+    if not any(split):
+        return (a @ b.t()).float()
+    return _rounded_sum([left @ right.t() for left in _parts(a, split[0]) for right in _parts(b, split[1])])
 
 
 def _parts(x: Tensor, split: bool) -> list[Tensor]:
@@ -184,8 +185,7 @@ class Folded(NamedTuple):
 def fold(codes: Tensor, scale_inv: Tensor, fmt: Format, dim: int, along: int, outer: int) -> Folded:
     """The MXFP4 operand that was cast along ``dim`` and is contracted along ``along``, ``outer`` wide."""
     length = contracted_length(codes, fmt, dim, along)
-    shape = torch.Size((outer, length) if along == ROWWISE else (length, outer))
-    values, grid = decode(codes, fmt, dim, shape), scale_inv
+    values, grid = decode(codes, fmt, dim, values_shape(codes, fmt, dim, along, outer)), scale_inv
     if along != ROWWISE:
         values, grid = values.t(), grid.t()
     exponents = grid.int().repeat_interleave(fmt.scale_block(dim)[0 if along == ROWWISE else 1], 0)[:outer]
