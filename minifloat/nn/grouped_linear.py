@@ -320,8 +320,8 @@ class GroupedLinear(LinearState):
 
     def _weight(self, name: str) -> nn.Parameter:
         path, _, own = name.rpartition(".")
-        weight: nn.Parameter = getattr(self.get_submodule(path), own)  # no parameter, if it is computed
-        return weight
+        module: Any = self._modules[path] if path else self
+        return module._parameters[own] if own in module._parameters else getattr(module, own)  # if it is computed
 
     def _group_of(self, name: str) -> int:
         return int(name.partition(".")[0])

@@ -17,7 +17,7 @@ from minifloat.ops.launch import Kernel, ready
 from minifloat.ops.log import allocate
 from minifloat.ops.matmul.kernels import LARGEST, largest_scale
 from minifloat.ops.quantize import gpu, reference
-from minifloat.ops.quantize.decode import TILE, Factors, at_16_bytes, consecutive, decode_tile, level_strides
+from minifloat.ops.quantize.decode import TILE, Factors, at_16_bytes, consecutive, decode_tile, restoring
 from minifloat.ops.quantize.device import extent
 from minifloat.ops.quantize.job import aligned
 
@@ -163,12 +163,7 @@ def dequantize(
     out = torch.zeros(rows, cols, dtype=dtype, device=codes.device)
     if not out.numel() or offsets.numel() < 2:
         return out
-    scale_inv, between = ready(scale_inv), level_strides(fmt, dim)
-    signs = reference.NEGATIVE if fmt.transform == "hadamard16" else 0
-    factors = Factors(fmt.scaling, scale_inv, "none", scale_inv, between, 1.0, signs)
-    if fmt.scale_rule == "two_level":
-        assert amax is not None
-        factors = factors._replace(level="amax", levels=ready(amax), inverse=1.0 / (6 * fmt.block_scale_max))
+    factors = restoring(ready(scale_inv), amax, fmt, dim)
     of_groups = not (fmt.amax_per_row and dim == ROWWISE)
     width = sizes(codes, fmt, dim)[1] if fmt.amax_per_row else 1
     _decode_to(out, consecutive(codes), fmt, dim, offsets, factors, of_groups, width, 0)

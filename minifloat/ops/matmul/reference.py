@@ -151,15 +151,15 @@ def scaled(product: Tensor, scales: Scales, bias: Tensor | None, out_dtype: torc
 
 def values_shape(codes: Tensor, fmt: Format, dim: int, along: int, outer: int) -> torch.Size:
     """[M, K] of the values of an operand; arguments as of :func:`spread`."""
-    length = contracted_length(codes, fmt, dim, along)
+    length = codes.shape[1] if along == ROWWISE else codes.shape[0]
+    if fmt.packed and dim == along and codes.dtype != torch.bfloat16:  # values, see ``casts.Casts``
+        length *= 2
     return torch.Size((outer, length) if along == ROWWISE else (length, outer))
 
 
 def contracted_length(codes: Tensor, fmt: Format, dim: int, along: int) -> int:
     """Length of the contracted dim as it is stored: a packed one may end with a zero code, which adds nothing."""
-    length = codes.shape[1] if along == ROWWISE else codes.shape[0]
-    packed = fmt.packed and codes.dtype != torch.bfloat16  # values, see ``casts.Casts``
-    return length * 2 if packed and dim == along else length
+    return values_shape(codes, fmt, dim, along, 0)[1 if along == ROWWISE else 0]
 
 
 TILE, BLOCK = 128, 32

@@ -188,22 +188,19 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Implements the operation; codes and scales of any strides."""
-    fmt, levels, strides, inverse = parse(format), scale_inv, (0, 0), 1.0
-    if fmt.scale_rule == "two_level":
-        assert amax is not None
-        levels, strides, inverse = amax.contiguous(), level_strides(fmt, dim), 1.0 / (6 * fmt.block_scale_max)
-    level = "none" if levels is scale_inv else "amax"
-    signs = reference.NEGATIVE if fmt.transform == "hadamard16" else 0
-    out = torch.empty(rows, cols, dtype=dtype, device=codes.device)
-    decode(codes, fmt, dim, Factors(fmt.scaling, scale_inv, level, levels, strides, inverse, signs), out)
+    fmt, out = parse(format), torch.empty(rows, cols, dtype=dtype, device=codes.device)
+    decode(codes, fmt, dim, restoring(scale_inv, amax, fmt, dim), out)
     return out
 
 
-def level_strides(fmt: Format, dim: int) -> tuple[int, int]:
-    """From one amax to the next, along M and along K: of one for all, or of each row or column."""
-    if not fmt.amax_per_row:
-        return 0, 0
-    return (1, 0) if dim == ROWWISE else (0, 1)
+def restoring(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Factors:
+    """Factors that give the values that were cast, rotated back; levels are one for all, or of each row or column."""
+    strides = int(fmt.amax_per_row and dim == ROWWISE), int(fmt.amax_per_row and dim == COLUMNWISE)
+    signs = reference.NEGATIVE if fmt.transform == "hadamard16" else 0
+    if fmt.scale_rule != "two_level":
+        return Factors(fmt.scaling, scale_inv, "none", scale_inv, strides, 1.0, signs)
+    assert amax is not None
+    return Factors(fmt.scaling, scale_inv, "amax", amax.contiguous(), strides, 1.0 / (6 * fmt.block_scale_max), signs)
 
 
 def decode(codes: Tensor, fmt: Format, dim: int, factors: Factors, out: Tensor) -> None:
