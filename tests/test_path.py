@@ -41,7 +41,7 @@ MOST = {
 The goals: 9 files and 45 calls of a linear's forward under current scaling, 12 and 160 under others, 28 and 350 of a
 layer's.
 """
-MOST_LINES = 33_219
+MOST_LINES = 33_098
 """Of the library without its tools, which only fall, too."""
 
 

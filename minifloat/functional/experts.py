@@ -230,15 +230,9 @@ class GroupedMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        mlp: GroupedMLPCall,
-        x: Tensor,
-        probabilities: Tensor | None,
-        w1: Tensor,
-        b1: Tensor | None,
-        w2: Tensor,
-        b2: Tensor | None,
-    ) -> Tensor:
+        ctx: Any, mlp: GroupedMLPCall, x: Tensor, probabilities: Tensor | None, w1: Tensor, b1: Tensor | None,
+        w2: Tensor, b2: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
         activation, offsets = mlp.activation, mlp.layout.offsets
         x_operands, w_operands, own = exchange1.quantize_inputs(spec1, source1, given1, x, w1)
@@ -293,13 +287,9 @@ class GroupedMLPFunction(torch.autograd.Function):
 
 
 def _recompute(
-    spec: Spec,
-    activation: Activation,
-    h: Tensor,
-    probabilities: Tensor | None,
-    layout: GroupLayout,
+    spec: Spec, activation: Activation, h: Tensor, probabilities: Tensor | None, layout: GroupLayout,
     scales: Tensor | None,
-) -> Operand:
+) -> Operand:  # fmt: skip
     """What wgrad reads of A, from H again; nothing is recorded a second time."""
     cast = RoleCasts([spec.config.input.with_usage(rowwise=False)], ["input"], spec.options.device)
     return act_operands(cast, activation, h, probabilities, layout.offsets, None, scales, True).along(COLUMNWISE)
@@ -312,15 +302,9 @@ _RECOMPUTED = grouped_activation.for_recompute()
 
 
 def act_operands(
-    cast: RoleCasts,
-    of: Activation,
-    h: Tensor,
-    probabilities: Tensor | None,
-    offsets: Tensor,
-    delayed_call: DelayedCall | None,
-    scales: Tensor | None = None,
-    recompute: bool = False,
-) -> Quantized:
+    cast: RoleCasts, of: Activation, h: Tensor, probabilities: Tensor | None, offsets: Tensor,
+    delayed_call: DelayedCall | None, scales: Tensor | None = None, recompute: bool = False,
+) -> Quantized:  # fmt: skip
     """A = p act(H), cast group by group; arguments as of :meth:`RoleCasts.of_groups`, which records amaxes likewise.
 
     ``recompute``: backward recomputes what its forward computed, see ``Operation.for_recompute``.
@@ -335,15 +319,9 @@ def act_operands(
 
 
 def dact_operands(
-    cast: RoleCasts,
-    of: Activation,
-    da: Tensor,
-    h: Tensor,
-    probabilities: Tensor | None,
-    offsets: Tensor,
-    delayed_call: DelayedCall | None,
-    with_value: bool,
-) -> tuple[Quantized, Tensor, Tensor | None]:
+    cast: RoleCasts, of: Activation, da: Tensor, h: Tensor, probabilities: Tensor | None, offsets: Tensor,
+    delayed_call: DelayedCall | None, with_value: bool,
+) -> tuple[Quantized, Tensor, Tensor | None]:  # fmt: skip
     """dH = act'(H) p dA, cast group by group; dp, [0] without probabilities; and the value, if it is read too.
 
     The cast of blocks that straddle the halves of a gated activation's input is a kernel of its own.

@@ -13,12 +13,7 @@ from minifloat import recompute
 from minifloat.arguments import Size, checked, label_of, shown
 from minifloat.autocast import checks_finite, used
 from minifloat.functional.autograd import apply, as_output
-from minifloat.functional.experts import (
-    Experts,
-    GroupedMLPCall,
-    GroupedMLPFunction,
-    Tokens,
-)
+from minifloat.functional.experts import Experts, GroupedMLPCall, GroupedMLPFunction, Tokens
 from minifloat.functional.grouped import GroupLayout, check_groups, layout_of
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.functional.router import Routing, permute, permute_probabilities, unpermute
@@ -78,14 +73,9 @@ class GroupedMLP(parts.LayerOfParts):
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.recompute_activation = recompute_activation
         linear = partial(
-            GroupedLinear,
-            num_experts,
-            bias=bias,
-            single_grouped_weight=single_grouped_weight,
-            single_grouped_bias=single_grouped_weight,
-            delay_wgrad_compute=delay_wgrad_compute,
-            **options,
-        )
+            GroupedLinear, num_experts, bias=bias, single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_weight, delay_wgrad_compute=delay_wgrad_compute, **options,
+        )  # fmt: skip
         width = ffn_hidden_size * (2 if self.activation.gated else 1)
         self.fc1 = linear(
             in_features=hidden_size, out_features=width, init_method=init_method, name=parts.part_name(name, "fc1")
@@ -174,15 +164,9 @@ class GroupedMLP(parts.LayerOfParts):
         return None if any(config.backward_override is not None for config in configs) else (first, second)
 
     def _run(
-        self,
-        x: Tensor,
-        layout: GroupLayout,
-        is_first_microbatch: bool | None,
-        probabilities: Tensor | None,
-        routing: Routing | None,
-        first: Recipe,
-        second: Recipe,
-    ) -> Tensor:
+        self, x: Tensor, layout: GroupLayout, is_first_microbatch: bool | None, probabilities: Tensor | None,
+        routing: Routing | None, first: Recipe, second: Recipe,
+    ) -> Tensor:  # fmt: skip
         fc1, fc2 = self.fc1, self.fc2
         linear_call.check_input(fc1, x, is_first_microbatch)
         check_meta(x, fc2, fc2._weight(fc2._weight_names[0]))
@@ -192,14 +176,9 @@ class GroupedMLP(parts.LayerOfParts):
         call1, w1, b1 = linear_call.prepare(fc1, first, dtype, x.requires_grad, is_first_microbatch, exchange=of_fc1)
         needs_hidden = parts.needs_gradient(x, w1, b1, probabilities)
         call2, w2, b2 = linear_call.prepare(
-            fc2,
-            second,
-            dtype,
-            needs_hidden,
-            is_first_microbatch,
-            exchange=of_fc2,
+            fc2, second, dtype, needs_hidden, is_first_microbatch, exchange=of_fc2,
             recompute_x=self.recompute_activation,
-        )
+        )  # fmt: skip
         mlp = GroupedMLPCall(self.activation, call1, call2, layout)
         y = apply(GroupedMLPFunction, mlp, x.to(dtype), probabilities, w1, b1, w2, b2)
         for call in (call1, call2):

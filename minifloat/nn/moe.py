@@ -83,30 +83,17 @@ class MoE(parts.LayerOfParts):
         self.hidden_size, self.num_experts = hidden_size, num_experts
         if router is None:
             router = TopKRouter(
-                hidden_size,
-                num_experts,
-                top_k,
-                normalize_top_k=True,
-                aux_loss_coefficient=aux_loss_coefficient,
+                hidden_size, num_experts, top_k, normalize_top_k=True, aux_loss_coefficient=aux_loss_coefficient,
                 **placement,
-            )
+            )  # fmt: skip
         self.router = router
         of_experts: LinearOptions = {**options, "etp_group": expert_etp_group}
         self.experts = GroupedMLP(
-            num_experts,
-            hidden_size,
-            ffn_hidden_size,
-            activation=activation,
-            activation_params=activation_params,
-            bias=bias,
-            delay_wgrad_compute=delay_wgrad_compute,
-            single_grouped_weight=single_grouped_weight,
-            recompute_activation=recompute_activation,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            name=parts.part_name(name, "experts"),
-            **of_experts,
-        )
+            num_experts, hidden_size, ffn_hidden_size, activation=activation, activation_params=activation_params,
+            bias=bias, delay_wgrad_compute=delay_wgrad_compute, single_grouped_weight=single_grouped_weight,
+            recompute_activation=recompute_activation, init_method=init_method,
+            output_layer_init_method=output_layer_init_method, name=parts.part_name(name, "experts"), **of_experts,
+        )  # fmt: skip
         self.shared_fc1 = self.shared_fc2 = None
         if shared_ffn_hidden_size is not None:
             width = shared_ffn_hidden_size * (2 if self.experts.activation.gated else 1)

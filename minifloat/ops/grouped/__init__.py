@@ -75,15 +75,9 @@ def empty_amaxes(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Seque
 
 @operation("grouped.casts:cast")
 def grouped_cast(
-    x: Tensor,
-    offsets: Tensor,
-    given: Sequence[Tensor | None],
-    rng: Tensor | None,
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-    rows: Tensor | None = None,
-) -> list[Tensor]:
+    x: Tensor, offsets: Tensor, given: Sequence[Tensor | None], rng: Tensor | None, formats: Sequence[str],
+    dims: Sequence[int], k_major: Sequence[bool], rows: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Of each cast of ``x`` [M, K] codes, scales and amaxes, in the shapes of ``layout.py``.
 
     Args:
@@ -121,15 +115,9 @@ def grouped_cast(
 
 @grouped_cast.fake
 def _(
-    x: Tensor,
-    offsets: Tensor,
-    _given: Any,
-    _rng: Any,
-    formats: Any,
-    dims: Any,
-    k_major: Any,
+    x: Tensor, offsets: Tensor, _given: Any, _rng: Any, formats: Any, dims: Any, k_major: Any,
     rows: Tensor | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     return empty_casts(gathered(x, rows), offsets, formats, dims, k_major)
 
 

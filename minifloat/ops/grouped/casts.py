@@ -165,15 +165,9 @@ def _line_amax(x: Tensor, offsets: Tensor, dim: int, found: Tensor) -> None:
 
 
 def cast(
-    x: Tensor,
-    offsets: Tensor,
-    given: Sequence[Tensor | None],
-    rng: Tensor | None,
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-    rows: Tensor | None = None,
-) -> list[Tensor]:
+    x: Tensor, offsets: Tensor, given: Sequence[Tensor | None], rng: Tensor | None, formats: Sequence[str],
+    dims: Sequence[int], k_major: Sequence[bool], rows: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """As the operation; a rowwise cast and the columnwise one that follows it are one pass where ``gpu.cast`` is."""
     parsed, groups = [parse(spec) for spec in formats], offsets.numel() - 1
     if not all(map(gpu.casts, parsed)):
@@ -274,14 +268,9 @@ def _cast_nvfp4(job: CastJob, offsets: Tensor) -> None:
 
 
 def _launch(
-    kernel: Kernel,
-    x: Tensor,
-    offsets: Tensor,
-    tensors: Sequence[Tensor | Argument],
-    integers: Sequence[Place],
-    constants: tuple[Any, ...],
-    choice: Tile,
-) -> None:
+    kernel: Kernel, x: Tensor, offsets: Tensor, tensors: Sequence[Tensor | Argument], integers: Sequence[Place],
+    constants: tuple[Any, ...], choice: Tile,
+) -> None:  # fmt: skip
     """Launches a kernel whose programs work on tiles of ``x`` [M, K], with whatever else it takes."""
     M, K = x.shape
     arguments = [(x, of_rows(K)), *tensors]

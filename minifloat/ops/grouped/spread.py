@@ -144,16 +144,9 @@ def spread(cast: Cast) -> Side:
 
 
 def dequantize(
-    codes: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None,
-    offsets: Tensor,
-    format: str,
-    dim: int,
-    rows: int,
-    cols: int,
+    codes: Tensor, scale_inv: Tensor, amax: Tensor | None, offsets: Tensor, format: str, dim: int, rows: int, cols: int,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``grouped_dequantize``; codes of any strides."""
     fmt = parse(format)
     if not gpu.casts(fmt):
@@ -171,16 +164,9 @@ def dequantize(
 
 
 def _decode_to(
-    out: Tensor,
-    codes: Tensor,
-    fmt: Format,
-    dim: int,
-    offsets: Tensor,
-    factors: Factors,
-    of_groups: bool,
-    width: int,
+    out: Tensor, codes: Tensor, fmt: Format, dim: int, offsets: Tensor, factors: Factors, of_groups: bool, width: int,
     unit: int,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the values of codes to ``out``, where groups begin at multiples of ``unit`` as in ``layout.py``, or not.
 
     Args:

@@ -81,16 +81,9 @@ _fill = Kernel(group_table_kernel, wide=False, table=False)
 
 
 def launch(
-    kernel: Kernel,
-    offsets: Tensor,
-    rows: int,
-    unit: int,
-    programs: int,
-    tensors: Sequence[Tensor | tuple[Tensor, Place]],
-    integers: Sequence[Place],
-    constants: tuple[Any, ...],
-    warps: int,
-) -> None:
+    kernel: Kernel, offsets: Tensor, rows: int, unit: int, programs: int,
+    tensors: Sequence[Tensor | tuple[Tensor, Place]], integers: Sequence[Place], constants: tuple[Any, ...], warps: int,
+) -> None:  # fmt: skip
     """Launches a kernel on many matrices, whose first two integers are ``starts`` and ``Ms``, on the groups.
 
     Args:
@@ -260,15 +253,9 @@ class Outputs(NamedTuple):
 
 
 def launch_to(
-    kernel: Kernel,
-    out: Outputs,
-    tensors: Sequence[Argument],
-    offsets: Tensor,
-    rows: int,
-    columns: int,
-    constants: tuple[Any, ...],
-    choice: Tile,
-) -> None:
+    kernel: Kernel, out: Outputs, tensors: Sequence[Argument], offsets: Tensor, rows: int, columns: int,
+    constants: tuple[Any, ...], choice: Tile,
+) -> None:  # fmt: skip
     """Launches ``kernel`` on tiles of ``rows`` and ``columns``.
 
     Its arguments are ``tensors``, those of ``out``, the order of tiles, int32 [2, tiles], where a program finds its own
@@ -304,14 +291,9 @@ def values_to(y: Tensor, offsets: Tensor, with_amax: bool) -> tuple[Outputs, Ten
 
 
 def casts_to(
-    x: Tensor,
-    offsets: Tensor,
-    formats: Sequence[str],
-    dims: Sequence[int],
-    k_major: Sequence[bool],
-    *,
+    x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool], *,
     can_share: bool = True,
-) -> tuple[Outputs, list[Tensor]]:
+) -> tuple[Outputs, list[Tensor]]:  # fmt: skip
     """Memory for casts of a matrix as large as ``x``, all of one format, at most one along each dim.
 
     ``can_share``: they may go through shared memory.
