@@ -47,8 +47,10 @@ def _seeded(run: Any, *args: Any) -> Any:
 
 def _train(rank: int, size: int, recipe: str, later: str | None) -> None:
     whole, sharded = _models(recipe, later)
-    for layer in sharded:  # rows are in memory of their own
-        for each in (layer.weight._values(), *layer.weight._buffers().values()):
+    for weight in sharded.parameters():  # rows, and what is saved of them, are in memory of their own
+        items = weight.__create_write_items__("weight", weight)
+        parts = [weight, *[weight.__get_tensor_shard__(item.index) for item in items]]
+        for each in (weight._values(), *[buffer for part in parts for buffer in part._buffers().values()]):
             assert each.dim() < 2 or each.untyped_storage().nbytes() == each.nbytes
     optimizers = [MasterWeights(model.parameters(), torch.optim.SGD, lr=0.1) for model in (whole, sharded)]
     quantize_shards = rows.quantize_shards
