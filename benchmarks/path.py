@@ -2,6 +2,7 @@
 
     python benchmarks/path.py [linear ...] [--json OUT]   a table of the cases whose name contains one of them
     python benchmarks/path.py --trace linear   every call of the first such case, indented, with file and line
+    python benchmarks/path.py --docs   write the tables of lines and of calls in docs/architecture.md anew
 
 A call is a Python frame that is entered: a function, an element that a generator gives, before Python 3.12 also a
 comprehension; functions of C and this file's do not count. ``files`` and ``functions`` are minifloat's own, ``calls``
@@ -37,6 +38,7 @@ from minifloat import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, Tran
 
 PLACES = {"minifloat": Path(minifloat.__file__).parent, "torch": Path(torch.__file__).parent}
 BF16 = torch.bfloat16
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 
 
 class Call(NamedTuple):
@@ -145,6 +147,37 @@ def counts(calls: list[Call]) -> dict[str, int]:
     return found | {"in operations": sum(call.below for call in calls)}
 
 
+def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    """A table in Markdown."""
+    body = [f"| {' | '.join(map(str, row))} |" for row in (columns, *rows)]
+    return "\n".join([body[0], "|---" * len(columns) + "|", *body[1:]])
+
+
+def lines() -> list[tuple[str, int, int]]:
+    """Each folder of the library, its files and their lines; of all but the tools last."""
+    library = PLACES["minifloat"]
+    files = [file.relative_to(library) for file in library.rglob("*.py")]
+    folders = [file.parts[0] if len(file.parts) > 1 else "files beside the folders" for file in files]
+    found = {folder: (0, 0) for folder in [*sorted(set(folders) - {"tools"}), "tools", "all but tools"]}
+    for file, folder in zip(files, folders, strict=True):
+        count = len((library / file).read_text().splitlines())
+        for key in [folder] if folder == "tools" else [folder, "all but tools"]:
+            found[key] = found[key][0] + 1, found[key][1] + count
+    return [(folder, *numbers) for folder, numbers in found.items()]
+
+
+def write_docs(found: dict[str, dict[str, int]]) -> None:
+    """Writes the two tables in place of those in the document, from their header rows to the next empty line."""
+    each = {name: ", ".join(str(row[key]) for key in ("files", "functions", "calls")) for name, row in found.items()}
+    names = [name.removesuffix(", forward") for name in each if name.endswith("forward")]
+    calls = [(name, each[f"{name}, forward"], each[f"{name}, backward"]) for name in names]
+    text = DOCS.read_text()
+    for columns, rows in ((("folder", "files", "lines"), lines()), (("module", "forward", "backward"), calls)):
+        start = text.index(f"\n| {' | '.join(columns)} |") + 1
+        text = text[:start] + table(columns, rows) + text[text.index("\n\n", start) :]
+    DOCS.write_text(text)
+
+
 def on_rank(rank: int, names: list[str], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", world_size=2, rank=rank)
@@ -168,6 +201,7 @@ def main() -> None:
     parser.add_argument("only", nargs="*", default=[""])
     parser.add_argument("--trace", metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--docs", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     wanted = [options.trace] if options.trace else options.only
@@ -175,12 +209,14 @@ def main() -> None:
     found = measure(names[:1] if options.trace else names)
     for name, calls in found.items() if options.trace else ():
         print(name, *(f"{'  ' * each.depth}{each.function}  {each.file}:{each.line}" for each in calls), sep="\n")
-    table = {name: counts(calls) for name, calls in found.items()}
+    numbers = {name: counts(calls) for name, calls in found.items()}
     print(f"Python {platform.python_version()}, torch {torch.__version__}")
-    for name, row in table.items():
+    for name, row in numbers.items():
         print(f"{name:45}" + "".join(f"{number:6} {column:9}" for column, number in row.items()).rstrip())
+    if options.docs:
+        write_docs(numbers)
     if options.json:
-        options.json.write_text(json.dumps(table, indent=1) + "\n")
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 if __name__ == "__main__":
