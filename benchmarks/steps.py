@@ -26,8 +26,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
-from minifloat.functional.exchange import Local
-from minifloat.functional.weight_source import LocalWeight
+from minifloat.functional.exchange import Exchange
+from minifloat.functional.weight_source import WeightSource
 
 
 class Clock:
@@ -97,8 +97,8 @@ def _time_steps(
         step(module, lambda y: y.backward(dy))
     clock = Clock()
     steps = ("quantize_inputs", "fprop", "bias_gradient", "quantize_dy", "load_x", "dgrad", "wgrad")
-    inner: list[tuple[Any, str]] = [(torch, "_scaled_mm"), *[(Local, step) for step in steps]]
-    inner += [(LocalWeight, step) for step in ("save", "for_dgrad", "accumulate")]
+    inner: list[tuple[Any, str]] = [(torch, "_scaled_mm"), *[(Exchange, step) for step in steps]]
+    inner += [(WeightSource, step) for step in ("save", "for_dgrad", "accumulate")]
     if device == "cuda":
         from minifloat.ops.launch import Prepared
         from minifloat.ops.replay import Recording
@@ -106,7 +106,7 @@ def _time_steps(
         inner += [(Recording, "replay"), (Prepared, "run")]
     before = [getattr(owner, name) for owner, name in inner]
     for (owner, name), function in zip(inner, before, strict=True):
-        whose = "" if owner in (Local, LocalWeight) else f"{owner.__name__}."
+        whose = "" if owner in (Exchange, WeightSource) else f"{owner.__name__}."
         setattr(owner, name, clock.timed(whose + name, function))
     forward = clock.timed("forward", module)
     backward = clock.timed("backward", lambda y: y.backward(dy))

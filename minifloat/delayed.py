@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minifloat import formats
 from minifloat.arguments import checked, label_of, shown
-from minifloat.comm import pytorch
+from minifloat.comm import dtensor_ddp
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.group import Group
 from minifloat.ops import delayed as kernels
@@ -51,12 +51,12 @@ def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> 
     """
     if not _AVAILABLE or not dist.is_initialized():
         return None
-    pytorch.keep_histories()
+    dtensor_ddp.keep_histories()
     if not recipe.reduce_amax:
         return None
     found = Group.of(group if group is not None else dist.group.WORLD)
     if found.size > 1:
-        pytorch.check_no_join()
+        dtensor_ddp.check_no_join()
     return found if dist.get_world_size() > 1 else None
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from minifloat.arguments import checked
 from minifloat.autocast import checks_finite, used
-from minifloat.comm.pytorch import is_dtensor
+from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.nn.linear_state import LinearState
 from minifloat.ops import grouped, quantize
 from minifloat.tensor import QuantizedTensor

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import checked
 from minifloat.backends import is_mxfp4
-from minifloat.comm.pytorch import is_dtensor
+from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.convert.select import Named
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.nn import quantized_parameters

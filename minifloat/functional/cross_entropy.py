@@ -14,7 +14,7 @@ from minifloat.arguments import Count, Int, Probability, Size, checked
 from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from minifloat.comm.group import Group, ShardMap
 from minifloat.functional.autograd import apply, autocast_to, first_order, guarded
-from minifloat.functional.exchange import Local, make_exchange
+from minifloat.functional.exchange import Exchange, make_exchange
 from minifloat.ops import cross_entropy as kernels
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -211,7 +211,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, exchange: Local,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, exchange: Exchange,
         needs: list[bool], reduction: str, *options: Any,
     ) -> Tensor:  # fmt: skip
         w, b = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
@@ -239,7 +239,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _of_shared_head(
-    exchange: Local, needs: list[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    exchange: Exchange, needs: list[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes what ``kernels.linear_cross_entropy`` gives, of a head that ranks share."""

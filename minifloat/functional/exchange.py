@@ -26,7 +26,7 @@ from minifloat.functional.tensor_parallel import (
     prepare_shard,
     shared_whole,
 )
-from minifloat.functional.weight_source import LocalWeight
+from minifloat.functional.weight_source import WeightSource
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.log import library
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
@@ -59,8 +59,8 @@ def high_precision(spec: Spec, weight: Tensor) -> Tensor:
     return weight if spec.casts_w else weight.to(spec.options.dtype)
 
 
-class Local(TensorParallel):
-    """No exchange: one rank has all of a linear.
+class Exchange(TensorParallel):
+    """How a linear casts, multiplies and talks to other ranks; this one has none: one rank has all of the linear.
 
     ========  ==========  =======================================
     X         [M, K]
@@ -82,8 +82,9 @@ class Local(TensorParallel):
     # ---- forward ----
 
     def quantize_inputs(
-        self, spec: Spec, source: LocalWeight, given: Given, x: Tensor | None, weight: Tensor, known: KnownOfX = UNKNOWN
-    ) -> Inputs:
+        self, spec: Spec, source: WeightSource, given: Given, x: Tensor | None, weight: Tensor,
+        known: KnownOfX = UNKNOWN,
+    ) -> Inputs:  # fmt: skip
         """X and W in the orientations that forward and backward read, those not ``given`` in one launch a phase.
 
         ``x``: None if its operands exist.
@@ -156,10 +157,10 @@ class Local(TensorParallel):
         return values_of(operand.dequantize(), operand.offsets)
 
 
-LOCAL = Local()
+LOCAL = Exchange()
 
 
-class _Split(Local):
+class _Split(Exchange):
     """A linear that ranks share."""
 
     def _quantize_part(
@@ -230,8 +231,9 @@ class ColumnSequence(Column):
         return (sum(self.lengths), *shape[1:-1], features)
 
     def quantize_inputs(
-        self, spec: Spec, source: LocalWeight, given: Given, x: Tensor | None, weight: Tensor, known: KnownOfX = UNKNOWN
-    ) -> Inputs:
+        self, spec: Spec, source: WeightSource, given: Given, x: Tensor | None, weight: Tensor,
+        known: KnownOfX = UNKNOWN,
+    ) -> Inputs:  # fmt: skip
         """X is gathered while the weight is cast."""
         part, w = given.x, source.operands(given.w)
         if part is None:
@@ -295,11 +297,11 @@ _EXCHANGES: dict[tuple[Mode, bool], type[_Split]] = {
 }
 
 
-def make_exchange(mode: Mode, sequence_parallel: bool, group: Group) -> Local:
+def make_exchange(mode: Mode, sequence_parallel: bool, group: Group) -> Exchange:
     """Makes the exchange of a linear that ``group`` shares."""
     return _EXCHANGES[mode, sequence_parallel](group)
 
 
-def in_mode(own: Local, mode: Mode) -> Local:
+def in_mode(own: Exchange, mode: Mode) -> Exchange:
     """The exchange of the same ranks in another mode."""
     return make_exchange(mode, own.sequence_parallel, own.group)

@@ -13,14 +13,14 @@ from torch import Tensor
 from minifloat.autocast import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import first_order, guarded
-from minifloat.functional.exchange import UNKNOWN, Inputs, KnownOfX, Local
+from minifloat.functional.exchange import UNKNOWN, Exchange, Inputs, KnownOfX
 from minifloat.functional.grouped import GroupLayout, joined, joined_for_dgrad
 from minifloat.functional.linear import LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm_activation import VALUES, Activation, measures_amax, one_format
 from minifloat.functional.quantize import RoleCasts, delayed_scale, values_of
 from minifloat.functional.router import Routing
 from minifloat.functional.spec import Given, Spec
-from minifloat.functional.weight_source import LocalWeight, Product, computed, into_main_grad, is_old, written
+from minifloat.functional.weight_source import Product, WeightSource, computed, into_main_grad, is_old, written
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
 from minifloat.ops.activation import grouped_activation, grouped_activation_backward, out_columns
@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Experts(Local):
+class Experts(Exchange):
     """No exchange: one rank has all experts; X [M, K] has the rows of all of them, W is [G, N, K].
 
     Args:
@@ -63,8 +63,9 @@ class Experts(Local):
         return super().dequantized(joined(operand))
 
     def quantize_inputs(
-        self, spec: Spec, source: LocalWeight, given: Given, x: Tensor | None, weight: Tensor, known: KnownOfX = UNKNOWN
-    ) -> Inputs:
+        self, spec: Spec, source: WeightSource, given: Given, x: Tensor | None, weight: Tensor,
+        known: KnownOfX = UNKNOWN,
+    ) -> Inputs:  # fmt: skip
         x_operands, w = given.x, source.operands(given.w)
         if x_operands is None:
             assert x is not None
@@ -133,7 +134,7 @@ def cast_tokens(
     return cast.of_groups(x, offsets, delayed_call, amax=amax, rows=rows)
 
 
-class ExpertWeights(LocalWeight):
+class ExpertWeights(WeightSource):
     """The weights of experts, W [G, N, K], which this rank has whole: one parameter, or one [N, K] for each."""
 
     def save(self, spec: Spec, weight: Tensor, w: Any) -> Any:

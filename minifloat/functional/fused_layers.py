@@ -13,7 +13,7 @@ from torch import Tensor
 from minifloat.autocast import DelayedCall
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import as_output, first_order, guarded, replayed
-from minifloat.functional.exchange import KnownOfX, Local, waited
+from minifloat.functional.exchange import Exchange, KnownOfX, waited
 from minifloat.functional.linear import (
     LinearCall,
     backward_inputs,
@@ -211,7 +211,7 @@ def recompute_operand(spec: Spec, scale: Tensor | None, compute: Callable[..., F
 
 
 def norm_gradients(
-    ctx: Any, norm: NormCall, spec: Spec, exchange: Local, dn: Tensor | None, extra: Sequence[Tensor | None],
+    ctx: Any, norm: NormCall, spec: Spec, exchange: Exchange, dn: Tensor | None, extra: Sequence[Tensor | None],
     *saved: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Computes dX, dR, dgamma and dbeta from the gradients of N, dgrad's and a returned N's and of S; any may be None.

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from minifloat import backends
 from minifloat.arguments import checked, label_of
 from minifloat.autocast import check_can_wait, checks_finite, used
+from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.comm.group import cached
-from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.functional.autograd import apply
 from minifloat.operand import Operand, Quantized

@@ -22,10 +22,10 @@ from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group, ShardMap
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import as_output, first_order, guarded, replayed
-from minifloat.functional.exchange import UNKNOWN, KnownOfX, Local, waited
+from minifloat.functional.exchange import UNKNOWN, Exchange, KnownOfX, waited
 from minifloat.functional.quantize import as_quantized_tensor, delayed_scale
 from minifloat.functional.spec import Given, Spec
-from minifloat.functional.weight_source import LocalWeight
+from minifloat.functional.weight_source import WeightSource
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
 from minifloat.quantizer import Quantizer
@@ -36,8 +36,8 @@ class LinearCall(NamedTuple):
     """One call of a linear: its three axes, and what is given."""
 
     spec: Spec
-    exchange: Local
-    source: LocalWeight
+    exchange: Exchange
+    source: WeightSource
     given: Given
 
 
@@ -60,7 +60,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, spec: Spec, exchange: Local, source: LocalWeight, given: Given, x: Tensor, weight: Tensor,
+        ctx: Any, spec: Spec, exchange: Exchange, source: WeightSource, given: Given, x: Tensor, weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
@@ -117,7 +117,7 @@ apply_eagerly = super(torch.autograd.Function, LinearFunction).apply
 
 
 def gradients(
-    spec: Spec, exchange: Local, source: LocalWeight, dy: Any, x: Operand | None, w: Operand | None,
+    spec: Spec, exchange: Exchange, source: WeightSource, dy: Any, x: Operand | None, w: Operand | None,
     x_scale: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Computes dgrad dX [M, K] and wgrad dW [N, K], each None if not needed; ``x``, ``w``: as forward saved them.
@@ -135,7 +135,7 @@ def gradients(
     return waited(dx), dw
 
 
-def output(spec: Spec, exchange: Local, y: Tensor, x_shape: Sequence[int], delayed: DelayedCall | None) -> Tensor:
+def output(spec: Spec, exchange: Exchange, y: Tensor, x_shape: Sequence[int], delayed: DelayedCall | None) -> Tensor:
     """Y [M, N] with the leading dims of X on this rank, quantized if that is wanted."""
     shape = exchange.output_shape(x_shape, y.shape[1]) if exchange.lengths else (*x_shape[:-1], y.shape[1])
     if not spec.eager or y.shape != shape or not y.is_contiguous() or y._is_view():
@@ -185,12 +185,12 @@ class _Slot:
             self.latest = None
 
 
-class _Local(threading.local):
+class _PerThread(threading.local):
     def __init__(self) -> None:
         self.slot = _Slot()
 
 
-_local = _Local()
+_local = _PerThread()
 
 
 def find_operands(x: Tensor, cast: InputCast, reader: nn.Module) -> Quantized | None:
@@ -233,21 +233,21 @@ def _capturing(x: Tensor) -> bool:
 
 
 def forward_inputs(
-    calls: Sequence[tuple[Spec, Local, LocalWeight, Given]], *tensors: Tensor | None
+    calls: Sequence[tuple[Spec, Exchange, WeightSource, Given]], *tensors: Tensor | None
 ) -> list[Tensor | None] | None:
     """Lists all that the forward of ``calls`` reads and writes, ``tensors`` and histories; None: it is not recorded."""
     for _, _, source, given in calls:
-        if type(source) is not LocalWeight or given.x is not None or given.w is not None or given.out:
+        if type(source) is not WeightSource or given.x is not None or given.w is not None or given.out:
             return None
     return _with_histories(0, [given.delayed for *_, given in calls], tensors)
 
 
 def backward_inputs(
-    linears: Sequence[tuple[Spec, LocalWeight, DelayedCall | None]], *tensors: Tensor | None
+    linears: Sequence[tuple[Spec, WeightSource, DelayedCall | None]], *tensors: Tensor | None
 ) -> list[Tensor | None] | None:
     """Lists the same of a backward whose weight gradients go to autograd; ``tensors`` begin with dY."""
     for _, source, _ in linears:
-        past_autograd = type(source) is not LocalWeight or source.tasks is not None or source.main_grad
+        past_autograd = type(source) is not WeightSource or source.tasks is not None or source.main_grad
         if past_autograd or tensors[0] is None:
             return None
     return _with_histories(1, [delayed for *_, delayed in linears], tensors)
@@ -269,7 +269,7 @@ def _with_histories(
     return inputs
 
 
-def save_x(spec: Spec, exchange: Local, x: Tensor | None, own: Quantized) -> Operand | None:
+def save_x(spec: Spec, exchange: Exchange, x: Tensor | None, own: Quantized) -> Operand | None:
     """Chooses what wgrad needs of X: its values, or an operand; the caller may change either before backward."""
     if spec.saves_x == "nothing" or (spec.saves_x == "values" and x is None):
         return None

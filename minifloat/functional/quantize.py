@@ -19,7 +19,7 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix, cast_all, casts, f
 from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
 from minifloat.recipe.base import BackwardOverride
 from minifloat.tensor import QuantizedTensor
-from minifloat.tensor.pytorch import wrap_traced
+from minifloat.tensor.handlers import wrap_traced
 
 Mode = Literal["column", "row"]
 """What ranks share of a linear: columns of Y and rows of W, or columns of X and W, which the products contract."""

@@ -20,8 +20,8 @@ Product = Callable[..., Tensor]
 """``(dtype, out=None, accumulate=False)``: computes dW, written to ``out`` if that is given, or added to it."""
 
 
-class LocalWeight:
-    """A weight that this rank has whole: cast for each forward, unless its operands exist.
+class WeightSource:
+    """Where W's operands come from and dW goes; here a weight that this rank has whole, cast for each forward.
 
     W [N, K] -> rowwise for fprop, columnwise for dgrad -> dW to autograd, into ``main_grad``, or left for later.
 
@@ -93,7 +93,7 @@ class LocalWeight:
             torch.autograd.Variable._execution_engine.queue_callback(partial(tasks.append, later))
 
 
-LOCAL_WEIGHT = LocalWeight()
+LOCAL_WEIGHT = WeightSource()
 
 
 def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from minifloat.arguments import Size, checked, label_of
 from minifloat.autocast import autocast
-from minifloat.comm.pytorch import is_dtensor
+from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.graphs import capture
 from minifloat.graphs.callables import GraphedCallable, WeightCache
 from minifloat.graphs.capture import Progress, Step, free_accumulators, steps_of, unchanged

@@ -17,14 +17,14 @@ from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output, first_order
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.exchange import Local, in_mode
+from minifloat.functional.exchange import Exchange, in_mode
 from minifloat.nn.linear_call import run_eager
 from minifloat.nn.options import InitMethod, one_dtype
-from minifloat.nn.tensor_parallel import Partition, SharedRows, mark, shard_rows, tensor_parallel
+from minifloat.nn.tensor_parallel import EtpModule, Partition, mark, shard_rows, tensor_parallel
 from minifloat.recompute import exchange_of
 
 
-class EtpEmbedding(SharedRows, nn.Embedding):
+class EtpEmbedding(EtpModule, nn.Embedding):
     """Embedding of which each rank of ``etp_group``, which has tokens of its own, has some rows.
 
     The table [V, D] is gathered in its own dtype before the lookup, and freed after it: backward needs none of it. Its
@@ -134,7 +134,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         ValueError: the vocabulary is too small for so many ranks; arguments that contradict each other.
     """
 
-    _exchange: Local
+    _exchange: Exchange
 
     @checked
     def __init__(
@@ -161,7 +161,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         self._share_rows(etp_group, etp_reduction)
 
     @classmethod
-    def _adopt(cls, module: nn.Embedding, exchange: Local) -> None:
+    def _adopt(cls, module: nn.Embedding, exchange: Exchange) -> None:
         """Makes ``module``, an embedding of all tokens whose table is this rank's rows already, one of these, in place.
 
         Args:
@@ -174,7 +174,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         assert len(module.weight) == module.num_embeddings, (module.weight.shape, module.num_embeddings)
         module._mark_parameters()
 
-    def _init_state(self, vocabulary: int, exchange: Local, init_method: InitMethod | None) -> int:
+    def _init_state(self, vocabulary: int, exchange: Exchange, init_method: InitMethod | None) -> int:
         """Sets what an ``nn.Embedding`` lacks; returns how many rows it has."""
         shards, rank = vocabulary_shards(vocabulary, exchange.group.size), exchange.group.rank
         self.__dict__.update(
@@ -235,7 +235,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, rows: Tensor, elsewhere: Tensor, call: Local, shape: tuple[int, ...]
+        ctx: Any, weight: Tensor, rows: Tensor, elsewhere: Tensor, call: Exchange, shape: tuple[int, ...]
     ) -> Tensor:
         ctx.save_for_backward(rows, elsewhere)
         ctx.call, ctx.table_rows = call, weight.shape[0]
@@ -246,7 +246,7 @@ class _LookUp(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, elsewhere = ctx.saved_tensors
-        call: Local = ctx.call
+        call: Exchange = ctx.call
         dy = dy.reshape(-1, dy.shape[-1])
         if call.shards is not None:
             dy = all_gather_rows(dy, call.shards, call.group)

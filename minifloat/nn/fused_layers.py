@@ -128,7 +128,7 @@ class LayerNormLinear(parts.LayerOfParts):
             check_meta(x, self, norm._parameters.get("weight"))
             dtype = linear_call.compute_dtype(linear, x)
             gamma, beta = norm.weight, norm.bias
-            call, weight, b = linear_call.prepare(
+            call, weight, b = linear_call.prepare_call(
                 linear, recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
                 exchange=exchange, recompute_x=self.recompute_norm,
             )  # fmt: skip
@@ -286,11 +286,11 @@ class LayerNormMLP(parts.LayerOfParts):
             dtype = linear_call.compute_dtype(fc1, x)
             gamma, beta = own_norm.weight, own_norm.bias
             needs_x = parts.needs_gradient(x, residual, gamma, beta)
-            call1, w1, b1 = linear_call.prepare(
+            call1, w1, b1 = linear_call.prepare_call(
                 fc1, first, dtype, needs_x, is_first_microbatch, exchange=column, recompute_x=self.recompute_norm
             )
             needs_hidden = needs_x or parts.needs_gradient(w1, b1)
-            call2, w2, b2 = linear_call.prepare(
+            call2, w2, b2 = linear_call.prepare_call(
                 fc2, second, dtype, needs_hidden, is_first_microbatch, exchange=row,
                 recompute_x=self.recompute_activation,
             )  # fmt: skip

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import DelayedCall, check_finite, checks_finite, used, watch_gradient
+from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.comm.group import Group, cached
-from minifloat.comm.pytorch import is_dtensor
 from minifloat.formats import Format
 from minifloat.functional.etp.rows import ExpertRows, Reduction
 from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, quantize_weight
@@ -213,7 +213,7 @@ class GroupedLinear(LinearState):
         x = x.to(dtype)
         y_memory = self._memory("out", out, (*x.shape[:-1], self.out_features), x)
         exchange = Experts(layout=layout, dgrad_out=self._memory("dgrad_out", dgrad_out, x.shape, x))
-        linear, weight, bias = linear_call.prepare(
+        linear, weight, bias = linear_call.prepare_call(
             self, recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, exchange=exchange
         )
         linear.given.out, spec, delayed = y_memory, linear.spec, linear.given.delayed

@@ -173,9 +173,11 @@ class GroupedMLP(parts.LayerOfParts):
         dtype = linear_call.compute_dtype(fc1, x)
         tokens = None if routing is None else Tokens(routing, routing.order // routing.inverse.shape[1])
         of_fc1, of_fc2 = Experts(layout=layout, x_tokens=tokens), Experts(layout=layout, y_tokens=tokens)
-        call1, w1, b1 = linear_call.prepare(fc1, first, dtype, x.requires_grad, is_first_microbatch, exchange=of_fc1)
+        call1, w1, b1 = linear_call.prepare_call(
+            fc1, first, dtype, x.requires_grad, is_first_microbatch, exchange=of_fc1
+        )
         needs_hidden = parts.needs_gradient(x, w1, b1, probabilities)
-        call2, w2, b2 = linear_call.prepare(
+        call2, w2, b2 = linear_call.prepare_call(
             fc2, second, dtype, needs_hidden, is_first_microbatch, exchange=of_fc2,
             recompute_x=self.recompute_activation,
         )  # fmt: skip

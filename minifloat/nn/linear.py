@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked
 from minifloat.autocast import is_batch_invariant, used
+from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import is_dtensor
 from minifloat.functional.autograd import apply, as_output, exporting
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction, apply_eagerly, find_operands, keep_operands
@@ -30,7 +30,7 @@ from minifloat.quantizer import Quantizer
 from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import exchange_of
 from minifloat.tensor import QuantizedTensor
-from minifloat.tensor.pytorch import reuse_traced
+from minifloat.tensor.handlers import reuse_traced
 
 _VALUES = Quantizer.identity().with_usage(columnwise=False)
 
@@ -171,7 +171,7 @@ class Linear(LinearState, nn.Linear):
                 return self._high_precision(x)
             recipe = linear_call.UNQUANTIZED  # PyTorch's own linear cannot do what is asked
         dtype = linear_call.compute_dtype(self, x)
-        linear, weight, bias = linear_call.prepare(
+        linear, weight, bias = linear_call.prepare_call(
             self, recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, exchange,
             input_is_quantized=isinstance(x, QuantizedTensor),
         )  # fmt: skip

@@ -15,16 +15,16 @@ from minifloat import recompute
 from minifloat.arguments import check_value
 from minifloat.autocast import DelayedCall, current, is_batch_invariant, surrounding_recipe, used
 from minifloat.comm.collectives import other_recipes, other_recipes_in_trace
+from minifloat.comm.dtensor_ddp import check_reduced
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import check_reduced
 from minifloat.delayed import check_same_scale
 from minifloat.functional.autograd import autocast_enabled, exporting
-from minifloat.functional.exchange import LOCAL, Local
+from minifloat.functional.exchange import LOCAL, Exchange
 from minifloat.functional.gemm import check_rows_alone
 from minifloat.functional.linear import LinearCall
 from minifloat.functional.quantize import LinearConfig, Options
 from minifloat.functional.spec import Given, make_spec
-from minifloat.functional.weight_source import LocalWeight, asks_in_backward
+from minifloat.functional.weight_source import WeightSource, asks_in_backward
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.options import check_meta, check_tensor
 from minifloat.ops import new
@@ -50,9 +50,9 @@ Prepared = tuple[LinearCall, Tensor, Tensor | None]
 """A call of a linear that is about to run, for its autograd function; its weight and bias."""
 
 
-def prepare(
+def prepare_call(
     layer: LinearState, recipe: Recipe, dtype: torch.dtype, needs_x: bool, is_first_microbatch: bool | None = None,
-    fp8_output: bool = False, fp8_grad: bool = False, exchange: Local = LOCAL, recompute_x: bool = False,
+    fp8_output: bool = False, fp8_grad: bool = False, exchange: Exchange = LOCAL, recompute_x: bool = False,
     input_is_quantized: bool = False,
 ) -> Prepared:  # fmt: skip
     """Prepares one call under ``recipe``, with activations in ``dtype``; ``needs_x``: X may need a gradient.
@@ -155,7 +155,7 @@ def compute_dtype(layer: LinearState, x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def returned_bias(layer: LinearState, exchange: Local) -> Tensor | None:
+def returned_bias(layer: LinearState, exchange: Exchange) -> Tensor | None:
     """Returns the bias that the caller adds; to a rank's rows alone if Y is scattered, yet with the gradient of all."""
     bias = layer._bias_vector()
     return exchange.replicated(bias) if bias is not None and exchange.mode == "row" else bias
@@ -187,7 +187,7 @@ def check_on_meta(layer: LinearState) -> None:
 
 
 def start_delayed_call(
-    layer: LinearState, recipe: DelayedScaling, replayed: Tensor | None, backward: bool, exchange: Local
+    layer: LinearState, recipe: DelayedScaling, replayed: Tensor | None, backward: bool, exchange: Exchange
 ) -> DelayedCall:
     """Returns where delayed scaling keeps its state in this call; a recomputation records nothing."""
     states, first = (layer.forward_scaling, layer.backward_scaling), replayed is None
@@ -268,7 +268,7 @@ def _refuse_waiting(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def begin_own_gradients(
-    layer: LinearState, source: LocalWeight, needs_w: bool, first: bool | None, compiling: bool
+    layer: LinearState, source: WeightSource, needs_w: bool, first: bool | None, compiling: bool
 ) -> None:
     """Begins a call whose backward writes the gradient of the weight by itself."""
     main_grad = needs_w and layer.fuse_wgrad_accumulation
@@ -338,7 +338,7 @@ def needs_eager(
     reads_cache = is_first_microbatch is False and linear._keeps_weight and not isinstance(weights[0], QuantizedTensor)
     recipe = recipe_in_force(linear)
     delayed = recipe is not None and linear._config(recipe).delayed is not None
-    if (checkpointed or recompute._inside) and not whole and delayed:  # ``prepare`` would raise
+    if (checkpointed or recompute._inside) and not whole and delayed:  # ``prepare_call`` would raise
         return recompute.warns_of_compiled(True)
     if compiles_backward() and grad and (delayed or (own_gradient and linear.fuse_wgrad_accumulation)):
         why = (

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from minifloat.arguments import check_value, checked
 from minifloat.autocast import DelayedCall, check_finite, checks_finite, first_equal, watch_gradient
-from minifloat.comm.pytorch import check_synchronized
+from minifloat.comm.dtensor_ddp import check_synchronized
 from minifloat.delayed import AmaxHistory, history_length
-from minifloat.functional.etp.weight import GatheredWeight
-from minifloat.functional.exchange import LOCAL, Local
+from minifloat.functional.etp.weight import EtpWeightSource
+from minifloat.functional.exchange import LOCAL, Exchange
 from minifloat.functional.quantize import (
     BACKWARD_SLOTS,
     FORWARD_SLOTS,
@@ -27,7 +27,7 @@ from minifloat.functional.quantize import (
     reuse,
 )
 from minifloat.functional.spec import LinearConfigs, Spec
-from minifloat.functional.weight_source import LOCAL_WEIGHT, LocalWeight
+from minifloat.functional.weight_source import LOCAL_WEIGHT, WeightSource
 from minifloat.nn.options import InitMethod
 from minifloat.nn.quantized_parameters import (
     QuantizedWeights,
@@ -102,7 +102,7 @@ class LinearState(QuantizedWeights):
     parallel_mode: Mode | None = None
     sequence_parallel: bool = False
     _recipe: OwnRecipe = None
-    _exchange: Local = LOCAL
+    _exchange: Exchange = LOCAL
     _keeps_weight: bool = True
     _weight_cache: CachedWeight | None = None
     _skip_weight_cast: Tensor | None = None
@@ -255,13 +255,13 @@ class LinearState(QuantizedWeights):
 
     _weight_as_it_is = LOCAL_WEIGHT
 
-    def _weight_source(self, weight: Tensor, is_first_microbatch: bool | None) -> LocalWeight:
+    def _weight_source(self, weight: Tensor, is_first_microbatch: bool | None) -> WeightSource:
         """Makes the weight source of this call, where operands come from or the gradient goes in a special way."""
         tasks = self._wgrad_tasks if self.delay_wgrad_compute else None
         dtype = weight.dtype if self.wgrad_in_weight_dtype else None
         of_gradient = tasks, dtype, self.fuse_wgrad_accumulation, is_first_microbatch is True
         if self._etp is not None:
-            return GatheredWeight(self._etp, *of_gradient)
+            return EtpWeightSource(self._etp, *of_gradient)
         return type(self._weight_as_it_is)(self._own_parameters(weight), *of_gradient)
 
     def _own_parameters(self, weight: Tensor) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minifloat.arguments import Count, Fraction, NonNegativeFloat, Size, checked
 from minifloat.comm.group import draw_apart
 from minifloat.functional.autograd import autocast_to
-from minifloat.functional.exchange import ColumnSequence, Local
+from minifloat.functional.exchange import ColumnSequence, Exchange
 from minifloat.functional.quantize import Mode
 from minifloat.functional.rope import apply_rotary_pos_emb, split_rotated
 from minifloat.nn import parts
@@ -149,7 +149,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         )  # fmt: skip
         self._share_heads(exchange)
 
-    def _share_heads(self, exchange: Local) -> None:
+    def _share_heads(self, exchange: Exchange) -> None:
         """Attends with this rank's part of the heads from now on; the linears are sharded already.
 
         Raises:
@@ -238,7 +238,7 @@ class MultiheadAttention(parts.LayerOfLinears):
 
     def _query_key_value(
         self, x: Tensor, residual: Tensor | None, encoder_output: Tensor | None, encoder_rows: Sequence[int] | None,
-        angles: tuple[Tensor | None, Tensor | None], starts: tuple[Tensor | None, Tensor | None], exchange: Local,
+        angles: tuple[Tensor | None, Tensor | None], starts: tuple[Tensor | None, Tensor | None], exchange: Exchange,
         options: dict[str, Any],
     ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:  # fmt: skip
         """Computes q, k and v [..., heads, channels], normed and turned; the norm's result, if wanted; the stream.
@@ -273,7 +273,7 @@ class MultiheadAttention(parts.LayerOfLinears):
         return f"attention_type={self.attention_type}" + rotated + shared
 
     def _norm_and_turn(
-        self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, starts: Tensor | None, exchange: Local
+        self, x: Tensor, norm: nn.Module | None, angles: Tensor | None, starts: Tensor | None, exchange: Exchange
     ) -> Tensor:
         """Norms and turns queries or keys, in the order that was asked for."""
         if norm is not None and self.qk_norm_before_rope:
@@ -300,12 +300,12 @@ def make_projection(
     return LayerNormLinear(hidden_size, sum(rows.values()), **norm, **options)
 
 
-def summing(exchange: Local) -> Local:
+def summing(exchange: Exchange) -> Exchange:
     """Returns the exchange of parameters that serve the heads of all ranks: it sums their gradients."""
     return exchange if exchange.mode is None else ColumnSequence(exchange.group)
 
 
-def own_heads(t: Any, heads: int, exchange: Local) -> Any:
+def own_heads(t: Any, heads: int, exchange: Exchange) -> Any:
     """Cuts this rank's ``heads`` out of a mask or bias [b, h, s, t] of all of them; leaves anything else as it is."""
     if exchange.mode is None or not isinstance(t, Tensor) or t.dim() < 3:
         return t
@@ -336,7 +336,7 @@ def check_options(input_layernorm: bool, of_norm: Mapping[str, bool], fused: boo
         )
 
 
-def check_parallel(heads: int, groups: int, qkv_format: str, exchange: Local) -> None:
+def check_parallel(heads: int, groups: int, qkv_format: str, exchange: Exchange) -> None:
     """Raises where a rank would have a part of a head, or not one piece of each sequence.
 
     Raises:

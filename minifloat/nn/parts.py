@@ -14,7 +14,7 @@ from minifloat.arguments import Accepts, check_value, checked, label_of
 from minifloat.autocast import checks_finite, used
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype
-from minifloat.functional.exchange import Local
+from minifloat.functional.exchange import Exchange
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.norm import LayerNorm, RMSNorm
@@ -78,8 +78,8 @@ class LayerOfLinears(nn.Module):
             set_group: Any = getattr(part, "set_tensor_parallel_group", None)
             if set_group is not None:
                 set_group(tp_group)
-        if isinstance(getattr(self, "_exchange", None), Local):
-            self._exchange: Local = self._exchange.over(Group.of(tp_group))
+        if isinstance(getattr(self, "_exchange", None), Exchange):
+            self._exchange: Exchange = self._exchange.over(Group.of(tp_group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and drops weight gradients that wait for ``backward_dw``."""
@@ -153,7 +153,7 @@ def call_unfused(part: nn.Module, x: Tensor, *args: Any, **options: Any) -> tupl
     return outputs if isinstance(outputs, tuple) else (outputs, None)
 
 
-def call_norm(norm: nn.Module, x: Tensor, exchange: Local | None) -> Any:
+def call_norm(norm: nn.Module, x: Tensor, exchange: Exchange | None) -> Any:
     """Calls a norm; under sequence parallelism its parameters get the gradients of the rows of all ranks."""
     if exchange is None or not exchange.sequence_parallel:
         return norm(x)

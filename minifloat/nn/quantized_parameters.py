@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from minifloat.arguments import checked
 from minifloat.autocast import get_default_recipe
 from minifloat.comm.collectives import all_reduce_max
+from minifloat.comm.dtensor_ddp import local_part, local_rows
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import local_part, local_rows
 from minifloat.delayed import AmaxHistory
 from minifloat.formats import COLUMNWISE, ELEMENTS, Format
 from minifloat.functional.quantize import FORWARD_SLOTS, LinearConfig
 from minifloat.nn.options import replace
-from minifloat.nn.tensor_parallel import SharedRows
+from minifloat.nn.tensor_parallel import EtpModule
 from minifloat.ops.delayed import FLT_MAX
 from minifloat.quantizer import DTYPES, Quantizer, find_amaxes
 from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor, quantize
 
 
-class QuantizedWeights(SharedRows):
+class QuantizedWeights(EtpModule):
     """Layer whose weights may be kept quantized; a :class:`~minifloat.nn.linear_state.LinearState`."""
 
     forward_scaling: AmaxHistory

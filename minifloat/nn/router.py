@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, PositiveFloat, Size, checked, shown
 from minifloat.autocast import is_batch_invariant, used
-from minifloat.comm import pytorch
+from minifloat.comm import dtensor_ddp
 from minifloat.comm.collectives import all_reduce
+from minifloat.comm.dtensor_ddp import is_dtensor, local_part, local_rows
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import is_dtensor, local_part, local_rows
 from minifloat.functional.autograd import autocast_dtype, autocast_off
 from minifloat.functional.gemm import multiply_values
 from minifloat.functional.router import (
@@ -196,7 +196,7 @@ class TopKRouter(nn.Module):
                 probabilities = torch.where(mask[:, None], probabilities, 0.0)
             counting = self.expert_counts is not None and self.training and not recomputes()  # no choice counts twice
             if counting:
-                pytorch.keep_histories()
+                dtensor_ddp.keep_histories()
             loss = logits.new_zeros(())
             if counting or self.aux_loss_coefficient or self.z_loss_coefficient:
                 counts = count_experts(indices, self.num_experts)

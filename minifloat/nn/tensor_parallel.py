@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import checked
+from minifloat.comm.dtensor_ddp import check_same_rows, check_when_wrapping
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import check_same_rows, check_when_wrapping
 from minifloat.functional.etp.rows import EtpRows, Reduction
 from minifloat.functional.etp.weight import EtpWeight
-from minifloat.functional.exchange import LOCAL, Local, make_exchange
+from minifloat.functional.exchange import LOCAL, Exchange, make_exchange
 from minifloat.functional.quantize import Mode
 from minifloat.nn.options import replace
 
@@ -47,7 +47,7 @@ class Partition(NamedTuple):
 def tensor_parallel(
     label: str, mode: Mode | None, sequence_parallel: bool = False, tp_group: dist.ProcessGroup | None = None,
     tp_size: int = 1, tp_mesh: DeviceMesh | None = None,
-) -> Local:  # fmt: skip
+) -> Exchange:  # fmt: skip
     """Makes the exchange of a parallel layer from its constructor's arguments; :data:`LOCAL` for a single rank.
 
     Raises:
@@ -64,7 +64,7 @@ def tensor_parallel(
     return LOCAL if mode is None or group.size == 1 else make_exchange(mode, sequence_parallel, group)
 
 
-def partitions(label: str, exchange: Local, in_features: int, parts: Mapping[str, int]) -> dict[str, Partition]:
+def partitions(label: str, exchange: Exchange, in_features: int, parts: Mapping[str, int]) -> dict[str, Partition]:
     """Finds how ``weight`` and ``bias`` of a linear are cut; leaves out what every rank has in full.
 
     Args:
@@ -97,8 +97,8 @@ def mark(parameter: Any, partition: Partition | None) -> None:
     parameter.partition_stride = max(len(parameter.partition_parts), 1)
 
 
-class SharedRows(nn.Module):
-    """Layer of whose parameters ranks may have some rows each; ``_etp``: the weight that gathers them, or None.
+class EtpModule(nn.Module):
+    """Layer whose parameters' rows ranks may share; ``_etp``: the weight that gathers them, or None.
 
     A parameter that is copied or replaced has lost its notes: which ranks share it is noted again.
     """
@@ -147,7 +147,7 @@ class SharedRows(nn.Module):
 
 
 def shard_rows(
-    layer: SharedRows, group: Group, reduction: Reduction, replicas: tuple[Group, ...] = (),
+    layer: EtpModule, group: Group, reduction: Reduction, replicas: tuple[Group, ...] = (),
     shared: MutableMapping[Tensor, nn.Parameter] | None = None,
 ) -> EtpRows:  # fmt: skip
     """Replaces the parameters of the weight, of which all ranks have the same, by this rank's rows of them.

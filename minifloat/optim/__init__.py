@@ -3,7 +3,7 @@
 from typing import NoReturn
 
 from minifloat.delayed import forget_overflow
-from minifloat.optim.gradients import clip_grad_norm_, gradient_norm
+from minifloat.optim.gradient_norm import clip_grad_norm_, gradient_norm
 from minifloat.optim.master_weights import MasterWeights
 
 __all__ = ["MasterWeights", "clip_grad_norm_", "forget_overflow", "gradient_norm"]

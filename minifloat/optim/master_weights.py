@@ -12,8 +12,8 @@ from torch import Tensor
 
 from minifloat.arguments import checked
 from minifloat.nn.linear_call import waiting
-from minifloat.optim.gradients import gradient
-from minifloat.optim.master import KEYS, Master, is_low_precision, write
+from minifloat.optim.gradient_norm import gradient
+from minifloat.optim.master_parameter import KEYS, Master, is_low_precision, write
 
 _OWN_ENTRIES = ("params", "param_names")
 

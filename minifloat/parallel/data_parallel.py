@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minifloat.arguments import checked
 from minifloat.comm.collectives import all_reduce
+from minifloat.comm.dtensor_ddp import MARK, history_names, is_dtensor, unreduced
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import MARK, history_names, is_dtensor, unreduced
 from minifloat.functional.etp.prefetch_queue import queue_of
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn import tensor_parallel
@@ -28,7 +28,7 @@ from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.tensor_parallel import check_not_replicated, etp_parameters
-from minifloat.parallel.fsdp import pytorch
+from minifloat.parallel.fsdp import hooks
 from minifloat.tensor import QuantizedTensor
 
 RanksLike = dist.ProcessGroup | DeviceMesh | Group
@@ -47,7 +47,7 @@ class ReducedGradients:
         self._watched: dict[str, ReferenceType[Tensor]] = {}
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        elsewhere = pytorch.managed_below(module) if self.recurse else ()
+        elsewhere = hooks.managed_below(module) if self.recurse else ()
         rows = etp_parameters(module)  # not by their marks, which a parameter that was put in their place lacks
         for name, parameter in module.named_parameters(recurse=self.recurse):
             path, _, local_name = name.rpartition(".")

@@ -17,7 +17,7 @@ from minifloat.arguments import Count, checked
 from minifloat.comm.group import Group
 from minifloat.functional.cross_entropy import vocabulary_shards
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.exchange import Local, in_mode, make_exchange
+from minifloat.functional.exchange import Exchange, in_mode, make_exchange
 from minifloat.functional.quantize import Mode
 from minifloat.nn.embedding import VocabParallelEmbedding
 from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
@@ -195,7 +195,7 @@ def _check_parameters(
 # ---- what is done to which module ----
 
 
-def _plan_modules(model: nn.Module, exchange: Local, plan: Mapping[str, Style]) -> list[Sharding]:
+def _plan_modules(model: nn.Module, exchange: Exchange, plan: Mapping[str, Style]) -> list[Sharding]:
     shards: list[Sharding] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -218,7 +218,7 @@ def _plan_modules(model: nn.Module, exchange: Local, plan: Mapping[str, Style]) 
     return shards
 
 
-def _plan_layer(name: str, module: nn.Module, exchange: Local) -> list[Sharding]:
+def _plan_layer(name: str, module: nn.Module, exchange: Exchange) -> list[Sharding]:
     if isinstance(module, MultiheadAttention):
         return _plan_attention(name, module, exchange)
     if isinstance(module, LayerNormMLP):
@@ -231,7 +231,7 @@ def _plan_layer(name: str, module: nn.Module, exchange: Local) -> list[Sharding]
     return [Sharding(module, {}, partial(setattr, module, "_exchange", exchange))]
 
 
-def _plan_attention(name: str, module: MultiheadAttention, exchange: Local) -> list[Sharding]:
+def _plan_attention(name: str, module: MultiheadAttention, exchange: Exchange) -> list[Sharding]:
     check_parallel(module.heads, module.groups, module.qkv_format, exchange)
     parts: dict[str, tuple[int, ...]] = {"qkv": (module.heads, module.groups, module.groups)}
     if module.attention_type == "cross":
@@ -244,7 +244,7 @@ def _plan_attention(name: str, module: MultiheadAttention, exchange: Local) -> l
     return [*shards, Sharding(module, {}, partial(module._share_heads, exchange))]
 
 
-def _plan_by_style(name: str, module: nn.Module, style: Style, exchange: Local) -> list[Sharding]:
+def _plan_by_style(name: str, module: nn.Module, style: Style, exchange: Exchange) -> list[Sharding]:
     if style == "vocabulary":
         assert isinstance(module, nn.Embedding)
         return [_plan_embedding(name, module, exchange)]
@@ -258,7 +258,7 @@ def _plan_by_style(name: str, module: nn.Module, style: Style, exchange: Local) 
 
 
 def _plan_linear(
-    name: str, module: nn.Module, mode: Mode, exchange: Local, parts: tuple[int, ...] | None = None
+    name: str, module: nn.Module, mode: Mode, exchange: Exchange, parts: tuple[int, ...] | None = None
 ) -> Sharding:
     """``parts``: rows of what a column-parallel weight is made of, each of which is cut by itself."""
     linear = module.linear if isinstance(module, LayerNormLinear) else module
@@ -277,7 +277,7 @@ def _plan_linear(
     return Sharding(linear, cuts, partial(_finish_linear, linear, exchange, parts))
 
 
-def _finish_linear(linear: Linear, exchange: Local, parts: tuple[int, ...] | None) -> None:
+def _finish_linear(linear: Linear, exchange: Exchange, parts: tuple[int, ...] | None) -> None:
     linear.parallel_mode, linear.sequence_parallel = exchange.mode, exchange.sequence_parallel
     linear._exchange = exchange
     linear._share_out(linear.parameters_split, parts)
@@ -287,7 +287,7 @@ def _finish_linear(linear: Linear, exchange: Local, parts: tuple[int, ...] | Non
     linear.invalidate()
 
 
-def _plan_embedding(name: str, module: nn.Embedding, exchange: Local) -> Sharding:
+def _plan_embedding(name: str, module: nn.Embedding, exchange: Exchange) -> Sharding:
     if type(module) is not nn.Embedding or module.padding_idx is not None or module.max_norm is not None:
         raise ValueError(
             f"parallelize: {name} is a {type(module).__name__} with padding_idx={module.padding_idx} and "
@@ -304,7 +304,7 @@ def _watch(module: nn.Module, reduced: ReducedGradients) -> None:
     reduced(module, ())  # before what reduces over ranks with other data sees the gradients
 
 
-def _sum_of_rows(exchange: Local, gradient: Tensor) -> Tensor:
+def _sum_of_rows(exchange: Exchange, gradient: Tensor) -> Tensor:
     """The gradient of a parameter of a module that sees this rank's rows."""
     total = exchange.start_sum_of_rows(gradient.clone()).wait()
     assert total is not None

@@ -31,9 +31,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from minifloat.arguments import checked
+from minifloat.comm.dtensor_ddp import local_rows, sharded_like
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import local_rows, sharded_like
-from minifloat.functional.exchange import Local
+from minifloat.functional.exchange import Exchange
 from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.multihead_attention import MultiheadAttention
@@ -168,7 +168,7 @@ def _tensor_parallel_group(model: nn.Module) -> Group:
     found: dict[Group, str] = {}
     for name, module in model.named_modules():
         exchange = getattr(module, "_exchange", None)
-        if isinstance(exchange, Local) and exchange.group.size > 1:
+        if isinstance(exchange, Exchange) and exchange.group.size > 1:
             found.setdefault(exchange.group, name)
     if len(found) > 1:
         raise ValueError(f"sharded_state_dict: {' and '.join(found.values())} are sharded over different groups")

@@ -233,7 +233,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 READS: dict[Any, Handler] = {}
 """Operations that read a quantized tensor and may give one; every other gives high precision."""
 WRITES: dict[Any, Handler] = {}
-"""Operations that write to a quantized tensor; every other raises. ``aten`` has the handlers of both."""
+"""Operations that write to a quantized tensor; every other raises. ``handlers.py`` has the handlers of both."""
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -58,7 +58,7 @@ def quantize(
     if not (quantizer.rowwise or quantizer.columnwise):
         raise ValueError("the quantizer produces no orientation; use quantizer.with_usage(rowwise=True)")
     if torch.compiler.is_compiling():
-        from minifloat.tensor.pytorch import quantize_traced  # which makes QuantizedTensors
+        from minifloat.tensor.handlers import quantize_traced  # which makes QuantizedTensors
 
         return quantize_traced(x, quantizer, scale, amax_group, amaxes)
     with torch.no_grad():
@@ -296,7 +296,7 @@ class QuantizedTensor(CodedTensor):
 
     @property
     def held(self) -> tuple[tuple[Any, ...], bool]:
-        """Constants by which traced code finds the operands (``pytorch.py``), and whether one serves as both."""
+        """Constants by which traced code finds the operands (``handlers.py``), and whether one serves as both."""
         operands = self._operands
         held = [
             (slot, o.format.spec, o.dim, tuple(name for name in operand_ops.BUFFERS if getattr(o, name) is not None))

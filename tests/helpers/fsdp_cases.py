@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import minifloat
 from minifloat.optim import MasterWeights
-from minifloat.parallel.fsdp import fully_shard, pytorch, sharded_weights
+from minifloat.parallel.fsdp import fully_shard, hooks, sharded_weights
 from minifloat.quantizer import cast_all
 from minifloat.tensor import QuantizedTensor
 from tests.helpers.fsdp_compare import Differences, Reads, wholes
@@ -411,7 +411,7 @@ class RecordedGathers:
     def __init__(self, module: Any) -> None:
         self.sent: list[int] = []
         for each in module.modules():
-            for group in pytorch.param_groups(each) if isinstance(each, FSDPModule) else []:
+            for group in hooks.param_groups(each) if isinstance(each, FSDPModule) else []:
                 each.set_custom_all_gather(self._around(group._all_gather_comm))
 
     def _around(self, comm: Any) -> Any:

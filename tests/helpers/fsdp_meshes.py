@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import minifloat
-from minifloat.optim.gradients import gradient_norm
-from minifloat.parallel.fsdp import fully_shard, pytorch
+from minifloat.optim.gradient_norm import gradient_norm
+from minifloat.parallel.fsdp import fully_shard, hooks
 from tests.helpers.fsdp_cases import full, gathered_bytes, layers
 
 
@@ -21,7 +21,7 @@ def hybrid(rank: int, size: int, shape: tuple[int, int], device: str = "cpu") ->
         model = layers("nvfp4", 24, 70, 2)
         for unit in (*model, model):
             fully_shard(unit, mesh=mesh)
-        weight = pytorch.parameters_below(model)[0]
+        weight = hooks.parameters_below(model)[0]
         wrong = [] if weight.group.size == shape[1] else [f"a group of {weight.group.size}"]
         return wrong + gathered_bytes(model)
 

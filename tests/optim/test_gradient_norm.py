@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from minifloat.optim.gradients import clip_grad_norm_, gradient_norm
+from minifloat.optim.gradient_norm import clip_grad_norm_, gradient_norm
 from tests.helpers.compare import same_on_all_ranks
 from tests.helpers.distributed_pool import Pools, process_group
 

@@ -17,7 +17,7 @@ import minifloat
 from minifloat.delayed import AmaxHistory
 from minifloat.formats import Format
 from minifloat.optim import MasterWeights, forget_overflow
-from minifloat.optim.master import Master, join, split
+from minifloat.optim.master_parameter import Master, join, split
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
 from minifloat.tensor import QuantizedTensor, base, quantize

@@ -22,7 +22,7 @@ from minifloat import (
     prepare,
     quantized_model_init,
 )
-from minifloat.comm.pytorch import local_rows
+from minifloat.comm.dtensor_ddp import local_rows
 from minifloat.distributed import (
     fully_shard,
     load_sharded_optimizer_state_dict,

@@ -14,7 +14,7 @@ from minifloat.comm.group import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.optim import MasterWeights
-from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, pytorch, sharded_weights
+from minifloat.parallel.fsdp import full_state_dict, fully_shard, hooks, load_full_state_dict, sharded_weights
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.rows import row_unit
 from tests.helpers.distributed_pool import Pools, on_ranks
@@ -85,7 +85,7 @@ def test_wire_bytes(rank: int, size: int, recipe: str, quantized: bool) -> None:
     for _ in range(2):
         recorded.sent.clear()
         y = called(model, rank)
-        assert not any(each.weight.gathered.holds(ROWWISE) for each in pytorch.parameters_below(model))
+        assert not any(each.weight.gathered.holds(ROWWISE) for each in hooks.parameters_below(model))
         y.sum().backward()
     for dim, layers in ((ROWWISE, list(model)), (COLUMNWISE, list(model)[::-1])):
         for layer in layers:

@@ -24,7 +24,7 @@ import minifloat
 from minifloat.comm.group import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Quantized
-from minifloat.parallel.fsdp import fully_shard, pytorch
+from minifloat.parallel.fsdp import fully_shard, hooks
 from minifloat.parallel.fsdp.weight import GatheredWeight, ShardedWeight
 from minifloat.tensor.rows import row_unit
 from tests.helpers.distributed_pool import Pools, on_ranks
@@ -76,7 +76,7 @@ def test_memory(rank: int, size: int, recipe: str) -> list[str]:
     model = linears(recipe)
     shard(model, Case("linears", recipe, reshard=True), mesh_of(size))
     step(model, rank)
-    weights = [each.weight for each in pytorch.parameters_below(model)]
+    weights = [each.weight for each in hooks.parameters_below(model)]
     held = [weight.gathered for weight in weights]
     tensors = [_tensors(unsharded.operands) for unsharded in held]
     parameters = [weight.params[0]._unsharded_param for weight in weights]

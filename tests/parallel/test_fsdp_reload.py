@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import minifloat
 from minifloat.distributed import full_state_dict, fully_shard
 from minifloat.optim import MasterWeights
-from minifloat.parallel.fsdp import pytorch
+from minifloat.parallel.fsdp import hooks
 from minifloat.recipe import DelayedScaling
 from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fsdp_cases import layers, mesh_of
@@ -82,7 +82,7 @@ def test_microbatches_of_delayed_scaling(rank: int, size: int) -> None:
     seen = []
     for scale in (1.0, 4.0, 16.0):  # each update moves the layer's scale
         y = model(scale * torch.randn(4, 24, generator=torch.Generator().manual_seed(rank)))
-        unsharded = pytorch.parameters_below(model)[0].weight.gathered
+        unsharded = hooks.parameters_below(model)[0].weight.gathered
         in_forward = float(unsharded.operands.any.scale_inv)
         y.square().sum().backward()
         seen.append((in_forward, float(unsharded.operands.any.scale_inv)))

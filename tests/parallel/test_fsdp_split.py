@@ -10,7 +10,7 @@ from torch import nn
 
 import minifloat
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
-from minifloat.parallel.fsdp import fully_shard, pytorch, sharded_weights
+from minifloat.parallel.fsdp import fully_shard, hooks, sharded_weights
 from minifloat.quantizer import Quantizer, cast_all
 from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fsdp_cases import MODELS, Case, RecordedGathers, lockstep, mesh_of, quantized_lockstep, shard, step
@@ -92,7 +92,7 @@ def compared(rank: int, size: int, recipe: Any, rows: dict[str, int]) -> list[st
     fully_shard(layer, mesh=mesh_of(size))
     wrong = ["not as codes"] * (list(sharded_weights(layer)) != [f"{name}_weight" for name in rows])
     layer.unshard()
-    weight = pytorch.parameters_below(layer)[0].weight
+    weight = hooks.parameters_below(layer)[0].weight
     for mine, theirs in zip(weight.gathered.operands, expected, strict=True):
         names = ["codes", "scale_inv", *["amax"] * (theirs.format.scale_rule == "two_level")]
         wrong += [
@@ -153,7 +153,7 @@ def test_wire_and_memory(rank: int, size: int) -> list[str]:
     recorded.sent.clear()
     step(model, rank)
     wrong = ["a step leaves memory behind"] * (live_storages() != before)
-    weight = pytorch.parameters_below(model)[0].weight
+    weight = hooks.parameters_below(model)[0].weight
     expected = [
         sum(each.gather_bytes(weight.quantizer.format(dim), dim, 64) for each in weight.owned)
         for dim in (ROWWISE, COLUMNWISE)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import label_of
+from minifloat.comm.dtensor_ddp import check_same_rows, running
 from minifloat.comm.group import Group, ShardMap
-from minifloat.comm.pytorch import check_same_rows, running
 from minifloat.comm.sharded_cast import Repeat, quantize_shards
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.grouped import SeparateOperands, join, of_all

@@ -21,7 +21,7 @@ from minifloat.functional.etp.prefetch_queue import Key, Step, queue_of
 from minifloat.functional.etp.rows import Cast, EtpRows, Parts, Sharding, cast_together
 from minifloat.functional.grouped import SeparateOperands
 from minifloat.functional.spec import Spec
-from minifloat.functional.weight_source import LocalWeight, Product, accumulated, computed, into_grad, into_main_grad
+from minifloat.functional.weight_source import Product, WeightSource, accumulated, computed, into_grad, into_main_grad
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recompute import capturing
@@ -317,14 +317,14 @@ class EtpWeight:
                     accumulated(parameter)
 
 
-class GatheredWeight(LocalWeight):
+class EtpWeightSource(WeightSource):
     """A weight of which each rank has rows, for one call: gathered for each product, and its gradient reduced.
 
     w_shard_n [n, K] -> codes -> gather -> W [N, K] for fprop, and again for dgrad; dW [N, K] -> reduce_scatter.
 
     Args:
         etp: the weight.
-        of_gradient: the other arguments of :class:`LocalWeight`.
+        of_gradient: the other arguments of :class:`WeightSource`.
     """
 
     def __init__(self, etp: EtpWeight, *of_gradient: Any) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from minifloat.arguments import Device, checked
 from minifloat.comm.collectives import all_reduce_max
-from minifloat.comm.pytorch import local_part, sharded_like
+from minifloat.comm.dtensor_ddp import local_part, sharded_like
 from minifloat.comm.sharded_cast import gather, is_plain
 from minifloat.formats import COLUMNWISE
 from minifloat.nn.grouped_linear import GroupedLinear
@@ -24,8 +24,8 @@ from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.tensor_parallel import etp_parameters
 from minifloat.operand import Operand
-from minifloat.parallel.fsdp import pytorch
-from minifloat.parallel.fsdp.pytorch import ShardedParameter
+from minifloat.parallel.fsdp import hooks
+from minifloat.parallel.fsdp.hooks import ShardedParameter
 from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards, owners
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
@@ -89,10 +89,10 @@ def fully_shard(
             before[each, name] = parameter, dict(vars(parameter)), initial
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
     layers = owners(module)
-    for group in pytorch.param_groups(module):
+    for group in hooks.param_groups(module):
         by_matrix: dict[tuple[LinearState, tuple[str, ...]], dict[str, Any]] = {}
         for param in group.fsdp_params:
-            holder, local_name, shared = pytorch.holder_of(param)
+            holder, local_name, shared = hooks.holder_of(param)
             layer, names, name = layers.get((holder, local_name), (None, (), ""))
             full, noted, initial = before[holder, local_name]
             param.sharded_param.__dict__.update({mark: noted[mark] for mark in _TP_ATTRIBUTES if mark in noted})
@@ -106,7 +106,7 @@ def fully_shard(
     for each in module.modules():
         if isinstance(each, GroupedLinear):
             each._join_weights()  # frees the memory of full weights
-    pytorch.cast_before_forward(module, _cast)
+    hooks.cast_before_forward(module, _cast)
     return module
 
 
@@ -120,7 +120,7 @@ def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
     """
     names = {id(each): name for name, each in module.named_modules()}
     found = {}
-    for parameter in pytorch.parameters_below(module):
+    for parameter in hooks.parameters_below(module):
         weight = parameter.weight
         spec = weight.quantizer.row_format.spec, weight.quantizer.format(COLUMNWISE).spec
         found[f"{names[id(weight.layer)]}.{parameter.name}".lstrip(".")] = spec
@@ -170,7 +170,7 @@ def _gather_as_codes(layer: LinearState, params: dict[str, Any], group: Any) -> 
     if not isinstance(layer.recipe, Recipe):
         return
     weights = [layer._weight(name) for name in params]
-    if not all(pytorch.is_sharded_by_rows(param) for param in params.values()):
+    if not all(hooks.is_sharded_by_rows(param) for param in params.values()):
         return
     if any(weight.numel() == 0 or weight.dtype not in DTYPES or weight.dtype != weights[0].dtype for weight in weights):
         return
@@ -192,9 +192,9 @@ def _gather_quantized(
 ) -> None:
     """Lets a quantized parameter be gathered. This rank keeps its rows of the codes."""
     (param,) = params.values()
-    if not isinstance(layer, LinearState) or not pytorch.is_sharded_by_rows(param):
+    if not isinstance(layer, LinearState) or not hooks.is_sharded_by_rows(param):
         raise ValueError(
-            f"{getattr(layer, '_label', type(pytorch.holder_of(param)[0]).__name__)}: fully_shard takes quantized "
+            f"{getattr(layer, '_label', type(hooks.holder_of(param)[0]).__name__)}: fully_shard takes quantized "
             "parameters of linears, sharded by rows; keep this one in high precision"
         )
     if param.offload_to_cpu and param.device.type != "cpu":
@@ -202,12 +202,12 @@ def _gather_quantized(
             f"{layer._label}: quantized parameters cannot be offloaded to the CPU; keep them in high precision, or "
             "give no offload_policy"
         )
-    shards, ranks = pytorch.shards_of(param)
+    shards, ranks = hooks.shards_of(param)
     rows = rows_of(full, shards, ranks)
     rows.scale, rows.amax_group = full.scale, ranks.process_group if ranks.size > 1 else None
     if initial is not None:
         rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
-    pytorch.set_local_rows(param, rows)
+    hooks.set_local_rows(param, rows)
     ShardedWeight(layer, rows.quantizer, None, params, group)
 
 

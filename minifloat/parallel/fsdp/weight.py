@@ -21,7 +21,7 @@ from minifloat.nn.linear_call import recipe_in_force
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.quantized_parameters import weight_scale
 from minifloat.operand import Operand, Quantized
-from minifloat.parallel.fsdp import pytorch
+from minifloat.parallel.fsdp import hooks
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, Recipe
 from minifloat.tensor import QuantizedTensor, operand_ops
@@ -69,13 +69,13 @@ class Buffer(NamedTuple):
         """Fills ``full`` from what was received, whose memory is freed then; of one rank from its own rows."""
         if not self.copies:
             return
-        with torch.no_grad(), pytorch.preserved_versions([self.full]):
+        with torch.no_grad(), hooks.preserved_versions([self.full]):
             if self.rows.size == 1:
                 self.full.copy_(self.of(part))
             else:
                 parts = self.received.view(self.rows.size, self.rows.largest, *self.full.shape[1:])
                 torch.cat([part[:count] for part, count in zip(parts, self.rows.rows, strict=True)], out=self.full)
-                pytorch.free_storage(self.received)
+                hooks.free_storage(self.received)
 
 
 def _buffers(dim: int, field: str, maps: Sequence[ShardMap], like: Tensor) -> tuple[Tensor, list[Buffer]]:
@@ -124,7 +124,7 @@ class GatheredWeight:
         for number in range(len(shards)):
             for buffer in self.buffers(tuple(operands), number):
                 for tensor in buffer.memory:
-                    pytorch.free_storage(tensor)
+                    hooks.free_storage(tensor)
 
     def _allocate(self, dim: int, own: Operand, shards: Sequence[ShardMap]) -> list[Operand]:
         """Makes the operand of the weight and those of its parameters; ``own``: this rank's part of one of them."""
@@ -153,11 +153,11 @@ class GatheredWeight:
 
     def holds(self, dim: int) -> bool:
         """Whether the operand that serves ``dim`` has its memory."""
-        return all(pytorch.is_allocated(buffer.owner) for buffer in self.buffers((dim,), 0))
+        return all(hooks.is_allocated(buffer.owner) for buffer in self.buffers((dim,), 0))
 
     def set_constants(self, dims: Collection[int], part: Quantized) -> None:
         """Takes what all ranks have alike from this rank's ``part`` of any parameter."""
-        with torch.no_grad(), pytorch.preserved_versions([mine for _, _, mine in self._constants]):
+        with torch.no_grad(), hooks.preserved_versions([mine for _, _, mine in self._constants]):
             for dim, name, mine in self._constants:
                 if dim in dims or self._symmetric:
                     mine.copy_(getattr(part.rowwise if dim == ROWWISE else part.columnwise, name))
@@ -166,10 +166,10 @@ class GatheredWeight:
         """Gathers now what FSDP2 did not."""
         pairs = [(buffer, part) for number, part in enumerate(parts) for buffer in self.buffers(dims, number)]
         for buffer, _ in pairs:
-            pytorch.alloc_storage(buffer.owner)
+            hooks.alloc_storage(buffer.owner)
         sends, maps = [buffer.of(part) for buffer, part in pairs], [buffer.rows for buffer, _ in pairs]
         full = [buffer.full for buffer, _ in pairs]
-        with torch.no_grad(), pytorch.preserved_versions(full):
+        with torch.no_grad(), hooks.preserved_versions(full):
             start_all_gather_rows(sends, maps, group, full, overlapped=False).wait()
         self.set_constants(dims, parts[0])
 
@@ -206,7 +206,7 @@ class ShardedWeight(ShardedRows):
         """``params``: FSDP2's records of the parameters, by name; ``fsdp``: of what is gathered together."""
         self.layer, self.quantizer, self.delayed = layer, quantizer, recipe
         named = enumerate(params.items())
-        self.params = tuple(pytorch.ShardedParameter.hook(param, self, number, name) for number, (name, param) in named)
+        self.params = tuple(hooks.ShardedParameter.hook(param, self, number, name) for number, (name, param) in named)
         self.group = self.params[0].group
         self.owned = [each.shards.whole_units(row_unit(quantizer)) for each in self.params]
         # Of several parameters no block straddles ranks, as if each rank were alone.
@@ -215,8 +215,8 @@ class ShardedWeight(ShardedRows):
         self.sharding = Sharding(self.group, several if len(params) > 1 else self.owned[0], "mean", recasts=own)
         self.cast: Cast | None = None
         self.full: QuantizedTensor | None = None
-        fsdp.__class__ = pytorch.ShardedGroup
-        self.fsdp: pytorch.ShardedGroup = fsdp
+        fsdp.__class__ = hooks.ShardedGroup
+        self.fsdp: hooks.ShardedGroup = fsdp
         self._dims = (ROWWISE, COLUMNWISE) if quantizer.columnwise else (ROWWISE,)
         self._pending_gather: tuple[Collection[int], Sequence[Quantized]] | None = None
         self._backward_reads_both = False
@@ -264,7 +264,7 @@ class ShardedWeight(ShardedRows):
         if self.cast is not None and self.cast.repeats and self.cast.parts is not None:
             (part,) = self.cast.parts.matrices
             if part.any.codes.is_cuda:
-                pytorch.record_stream(operand_ops.buffers(part).values())
+                hooks.record_stream(operand_ops.buffers(part).values())
             self.cast = self.cast._replace(parts=None)
 
     # ---- a gather of FSDP2's ----
@@ -313,7 +313,7 @@ class ShardedWeight(ShardedRows):
 
     def _dims_to_gather(self) -> Collection[int]:
         """Chooses the dims that the pass which gathers will contract; see the class."""
-        state, in_backward = self.fsdp.training_state, pytorch.in_backward()
+        state, in_backward = self.fsdp.training_state, hooks.in_backward()
         again = self.fsdp.reshard_after_backward
         if state == "PRE_BACKWARD" and again and self._fetched_in_forward and not self._backward_reads_both:
             return self._dims[-1:]
@@ -351,7 +351,7 @@ class ShardedWeight(ShardedRows):
                     f"{label}: the weight was gathered as {self.quantizer.format(dim).spec}, and the recipe in force "
                     f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard, and leave it"
                 )
-        in_forward = self.fsdp.training_state == "FORWARD" and not pytorch.in_backward()
+        in_forward = self.fsdp.training_state == "FORWARD" and not hooks.in_backward()
         if in_forward and self.fsdp.gathers_for_backward and not recompute.hooks_read():
             wanted = (ROWWISE,)  # backward gathers the rest before it reads it
         self.fetch(*wanted)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from minifloat.comm.pytorch import local_rows
+from minifloat.comm.dtensor_ddp import local_rows
 from minifloat.functional import count_gemms
 from minifloat.nn.linear_state import LinearState
 from minifloat.tools.train.captured import CapturedStep, check_capture

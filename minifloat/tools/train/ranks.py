@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from minifloat.comm.dtensor_ddp import local_rows, sharded_like
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import local_rows, sharded_like
 from minifloat.nn.tensor_parallel import Partition
-from minifloat.optim.gradients import clip_grad_norm_
+from minifloat.optim.gradient_norm import clip_grad_norm_
 from minifloat.tools.train.local_tensors import Chunk, LocalTensors
 
 THIS_PROCESS = Group()

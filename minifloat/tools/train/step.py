@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minifloat import MoE, autocast, cast_weights, router_losses
-from minifloat.comm.pytorch import local_rows
+from minifloat.comm.dtensor_ddp import local_rows
 from minifloat.nn.linear_state import LinearState
 from minifloat.tools.train.ranks import ALONE, Ranks
 from minifloat.tools.train.run import TrainConfig

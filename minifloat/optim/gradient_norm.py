@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Accepts, checked, shown
 from minifloat.comm.collectives import all_gather_rows, all_reduce
+from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.comm.group import Group, ShardMap
-from minifloat.comm.pytorch import is_dtensor
 
 MaxNorm = Annotated[float, Accepts("a number of at least 0, or infinity,", lambda value: value >= 0, alone=True)]
 

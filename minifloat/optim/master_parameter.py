@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.comm.collectives import all_reduce_max
+from minifloat.comm.dtensor_ddp import local_rows, sharded_like
 from minifloat.comm.group import Group
-from minifloat.comm.pytorch import local_rows, sharded_like
 from minifloat.tensor import QuantizedTensor, quantize_all_
 
 KEYS = ("master", "remainder")
