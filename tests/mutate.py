@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.helpers.mutants import ROOT, Mutant, mutants
 
-COPIED = ("minifloat", "tests", "pyproject.toml")
+COPIED = ("minifloat", "tests", "benchmarks", "pyproject.toml")
 OUTCOMES = {0: "SURVIVED", 1: "killed"}
 
 
@@ -27,8 +27,11 @@ def run(tests: Sequence[str], mutant: Mutant | None) -> tuple[int, str]:
     """pytest's exit status and output, on a copy of the package that ``mutant`` has changed."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
-        for name in COPIED:  # with times, so that bytecode that is there serves
-            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, copy / name)
+        for source in (ROOT / name for name in COPIED):  # with times, so that bytecode that is there serves
+            if source.is_dir():
+                shutil.copytree(source, copy / source.name, ignore=shutil.ignore_patterns("results"))
+            else:
+                shutil.copy2(source, copy)
         if mutant is not None:
             (copy / mutant.path).write_text(mutant.applied((copy / mutant.path).read_text()))
         command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
