@@ -105,11 +105,18 @@ class Reads:
     def watched(self) -> Iterator[None]:
         """Around forwards and backwards."""
         weight_operands, unpack = LinearState._weight_operands, linear.unpack
+        weight_matrix = minifloat.Linear._weight_matrix
 
         def ready(layer: Any, *call: Any) -> Quantized | None:
             found = weight_operands(layer, *call)
             if layer in self._twins:
                 self._forward(layer, found)
+            return found
+
+        def matrix(layer: Any) -> Tensor:
+            found = weight_matrix(layer)
+            if type(found) is Tensor and layer in self._twins:  # parameters that are gathered one by one, cast as one
+                self._forward(layer, None)
             return found
 
         def unpacked(*saved: Any) -> list[Operand | None]:
@@ -121,6 +128,7 @@ class Reads:
 
         with (
             mock.patch.object(LinearState, "_weight_operands", ready),
+            mock.patch.object(minifloat.Linear, "_weight_matrix", matrix),
             mock.patch.object(linear, "unpack", unpacked),
             mock.patch.object(fused_layers, "unpack", unpacked),
             mock.patch.object(experts, "unpack", unpacked),
@@ -131,7 +139,7 @@ class Reads:
         name, twin = self._twins[layer]
         if name not in self._gathered:
             return
-        if found is None:  # a linear of several parameters that are gathered one by one, and cast as one
+        if found is None:
             assert layer.parameters_split is not None
             for part in layer._weight_names:
                 mine, theirs = getattr(twin, part), getattr(layer, part)
