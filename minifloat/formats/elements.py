@@ -288,9 +288,9 @@ class E8M0(ScaleRule):
     """Rule ``amax / max``, raised to a power of two whose exponent is stored (OCP Microscaling Formats v1.0, 5.4.1)."""
 
     def scale(self, amax: Tensor, fmt: FormatFacts, largest: float) -> tuple[Tensor, Tensor]:
-        codes = e8m0_from_float(amax * amax.new_full((), 1.0 / fmt.max))
+        codes = e8m0_from_float(amax * fp32(1.0 / fmt.max, amax.device))
         # 2^(127 - c): c = 254 is the denormal 2^-127, which has no exponent field of its own.
-        return torch.where(codes == 255, torch.nan, _power_of_two(-codes.int() + 254)), codes
+        return torch.where(codes == 255, torch.nan, _power_of_two(254 - codes.int())), codes
 
     def values(self, stored: Tensor) -> Tensor:
         """Computes 2^(c - 127); c = 0 is the fp32 denormal 2^-127, 255 is NaN."""

@@ -73,14 +73,16 @@ def wgrad(
 
 
 def multiply(
-    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, *rest: Any
-) -> Tensor:
-    """Computes fprop, dgrad or wgrad of two operands; ``rest``: ``fast_accum``, ``out`` and ``accumulate``.
+    gemm: str, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None, fast_accum: bool = False,
+    out: Tensor | None = None, accumulate: bool = False,
+) -> Tensor:  # fmt: skip
+    """Computes fprop, dgrad or wgrad of two operands.
 
     Raises:
         ValueError: one is not quantized along the contracted dim; with a square matrix this would go unnoticed.
     """
-    return _multiply(not torch.compiler.is_compiling(), gemm, a, b, out_dtype, bias, *rest)
+    eager = not torch.compiler.is_compiling()
+    return _multiply(eager, gemm, a, b, out_dtype, bias, fast_accum, out, accumulate)
 
 
 def _multiply(
