@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +42,18 @@ class Rounds:
 
     seconds: dict[Mode, dict[str, list[float]]] = field(default_factory=dict)
     clocks: dict[Mode, list[int | None]] = field(default_factory=dict)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps Python from collecting garbage, as timeit does: whoever runs when it is due would be billed for it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class Timer:
@@ -111,24 +124,22 @@ class Timer:
 
     def _by_clock(self, call: Call, count: int, wait: bool) -> Callable[[], float]:
         self.synchronize()
-        collecting = gc.isenabled()
-        gc.disable()  # as timeit does: a collection would be billed to whoever runs when it is due
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        if wait:
-            self.synchronize()
-        taken = (time.perf_counter() - begin) / count
-        if collecting:
-            gc.enable()
+        with no_collection():
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            if wait:
+                self.synchronize()
+            taken = (time.perf_counter() - begin) / count
         return lambda: taken
 
     def _by_events(self, call: Call, count: int) -> Callable[[], float]:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(count):
-            call()
-        end.record()
+        with no_collection():
+            begin.record()
+            for _ in range(count):
+                call()
+            end.record()
         return lambda: begin.elapsed_time(end) / 1000 / count
 
     def _count(self, call: Call) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -252,6 +253,9 @@ class Step:
         if way in COMPILED:
             options = {} if way == "compiled" else torch._inductor.list_mode_options(way)
             options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+            # PyTorch keeps graphs by code: without guards on modules, one model would run another's.
+            code = LanguageModel.forward.__code__.replace()
+            made.module.forward = MethodType(FunctionType(code, globals()), made.module)
             self.module = torch.compile(made.module, options=options, fullgraph=fullgraph, dynamic=False)
 
     def __call__(self) -> Outputs:
