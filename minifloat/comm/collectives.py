@@ -101,7 +101,7 @@ def _traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) is not Tensor
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """The memory of ``x`` [rows, ...] as uint8 [rows, bytes of a row]; a copy unless ``x`` is contiguous."""
     if x.dtype == torch.uint8 and x.dim() == 2:
         return x.contiguous()
@@ -110,8 +110,8 @@ def _as_bytes(x: Tensor) -> Tensor:
     return flat.view(torch.uint8).view(x.shape[0], math.prod(x.shape[1:]) * x.itemsize)
 
 
-def _from_bytes(data: Tensor, like: Tensor) -> Tensor:
-    """The inverse of :func:`_as_bytes` for tensors of other rows of the same kind as ``like``."""
+def from_bytes(data: Tensor, like: Tensor) -> Tensor:
+    """The inverse of :func:`as_bytes` for tensors of other rows of the same kind as ``like``."""
     shape = data.shape[0], *like.shape[1:]
     if data.numel() == 0:
         return like.new_empty(shape)
@@ -142,11 +142,11 @@ def start_all_gather_rows(
         return Pending([], lambda: [_fill(target, x) for x, target in zip(xs, targets, strict=True)])
     sends, receives, places = [], [], []
     for place, (x, rows, target) in enumerate(zip(xs, maps, targets, strict=True)):
-        data = _as_bytes(x)
+        data = as_bytes(x)
         if rows.largest * data.shape[1] == 0:
             continue
         sends.append(padded_rows(data, rows.largest))
-        receives.append(_as_bytes(target) if target is not None and rows.is_even else None)
+        receives.append(as_bytes(target) if target is not None and rows.is_even else None)
         places.append(place)
     transfer = _start_all_gather(sends, receives, group, overlapped)
 
@@ -223,11 +223,11 @@ def _without_padding(data: Tensor | None, x: Tensor, rows: ShardMap, target: Ten
     if data is None:
         return x.new_empty(rows.total, *x.shape[1:]) if target is None else target
     if rows.is_even:
-        return _from_bytes(data, x) if target is None else target
+        return from_bytes(data, x) if target is None else target
     parts = data.split([length for count in rows.rows for length in (count, rows.largest - count)])[::2]
     if target is None:
-        return _from_bytes(torch.cat(parts), x)
-    torch.cat(parts, out=_as_bytes(target))
+        return from_bytes(torch.cat(parts), x)
+    torch.cat(parts, out=as_bytes(target))
     return target
 
 
@@ -237,15 +237,21 @@ def all_gather_rows(x: Tensor, shards: ShardMap, group: Group) -> Tensor:
     return start_all_gather_rows([x], [shards], group, overlapped=False).wait()[0]
 
 
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Rows of ``x``, as many as ``send`` says to each rank in turn, for those of other ranks, as ``receive`` says."""
-    data = _as_bytes(x)
+def start_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Pending[Tensor]:
+    """Starts :func:`exchange_rows`."""
+    data = as_bytes(x)
     if _traced(data):
         exchanged = _functional.all_to_all_single(data, list(receive), list(send), group.name)
-        return _from_bytes(wait_tensor(exchanged), x)
+        return Pending([], lambda: from_bytes(wait_tensor(exchanged), x))
     received = data.new_empty(sum(receive), data.shape[1])
-    dist.all_to_all_single(received, data, list(receive), list(send), group=group.process_group)
-    return _from_bytes(received, x)
+    splits = list(receive), list(send)
+    work = dist.all_to_all_single(received, data, *splits, group=group.process_group, async_op=True)
+    return Pending([work], lambda: from_bytes(received, x))
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Rows of ``x``, as many as ``send`` says to each rank in turn, for those of other ranks, as ``receive`` says."""
+    return start_exchange(x, send, receive, group).wait()
 
 
 # ---- reductions ----

@@ -82,10 +82,16 @@ class Experts(Exchange):
             return cast.of_groups(x, self.layout.offsets, delayed_call, *scale)
         return cast_tokens(cast, x, *tokens, delayed_call)
 
+    def _summed(self, rows: Tensor, tokens: Tokens | None) -> Tensor:
+        """The rows, or for each token the sum of its own."""
+        if tokens is None:
+            return rows
+        return unpermute_rows(rows, None, tokens.routing.inverse, tokens.routing.offsets)
+
     def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None, *out: Tensor) -> Tensor:
         x_rows, w_rows = x.rowwise or x.along(-1), joined(w.rowwise or w.along(-1))
         y = spec.multiply_rows("fprop", x_rows, w_rows, spec.options.dtype, bias, spec.config.fast_fprop, *out)
-        return _summed(y, self.y_tokens)
+        return self._summed(y, self.y_tokens)
 
     def bias_gradient(self, spec: Spec, dy: Tensor) -> Tensor:
         """db [G, N]."""
@@ -108,29 +114,44 @@ class Experts(Exchange):
         dy_rows = dy.rowwise or dy.along(-1)
         options = spec.options.dtype, None, spec.config.fast_dgrad, *self.dgrad_out
         dx = spec.multiply("dgrad", dy_rows, joined_for_dgrad(w), *options)
-        return _summed(dx, self.x_tokens)
+        return self._summed(dx, self.x_tokens)
 
 
-def _summed(rows: Tensor, tokens: Tokens | None) -> Tensor:
-    """The rows, or for each token the sum of its own."""
-    if tokens is None:
-        return rows
-    return unpermute_rows(rows, None, tokens.routing.inverse, tokens.routing.offsets)
+class LocalExperts(NamedTuple):
+    """Experts that are all on this rank: rows are where they are needed. ``layout``: which are of which expert."""
+
+    layout: GroupLayout
+
+    def send(self, x: Tensor) -> Tensor:
+        """Rows of tokens, sorted by expert, where these are."""
+        return x
+
+    def collect(self, y: Tensor) -> Tensor:
+        """Rows of experts, where their tokens are."""
+        return y
+
+    def exchange(self, x_tokens: Tokens | None, y_tokens: Tokens | None) -> Experts:
+        """The exchange of a linear."""
+        return Experts(layout=self.layout, x_tokens=x_tokens, y_tokens=y_tokens)
 
 
 def cast_tokens(
-    cast: RoleCasts, x: Tensor, routing: Routing, rows: Tensor, delayed_call: DelayedCall | None
-) -> Quantized:
+    cast: RoleCasts, x: Tensor, routing: Routing, rows: Tensor, delayed_call: DelayedCall | None,
+    amax: Tensor | None = None,
+) -> Quantized:  # fmt: skip
     """Makes the operands of ``permute(x, routing)`` for tokens ``x`` [T, K]; where kernels can, that is never written.
 
-    ``rows``: int32 [T k], the token of each row.
+    Args:
+        rows: int32 [T k], the token of each row.
+        amax: of each group, fp32 [G], if it is known.
     """
     quantizer, offsets = cast.quantizers[0], routing.offsets
     one_amax = measures_amax(quantizer)
     from_tokens = one_amax and one_format(quantizer) is not None and cast.prepared.columns_k_major
     if not from_tokens and not casts_in_kernel(cast):
-        return cast.of_groups(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call)
-    amax = gathered_amax(x, rows, offsets) if one_amax else None
+        return cast.of_groups(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call, amax=amax)
+    if one_amax and amax is None:
+        amax = gathered_amax(x, rows, offsets)
     return cast.of_groups(x, offsets, delayed_call, amax=amax, rows=rows)
 
 

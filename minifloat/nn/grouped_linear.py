@@ -63,9 +63,9 @@ class Expert(nn.Module):
 
 
 @cached
-def _numbers(count: int, ending: str = "") -> tuple[str, ...]:
-    """0, 1, ..., spelled."""
-    return tuple([f"{i}{ending}" for i in range(count)])
+def _numbers(first: int, end: int, ending: str = "") -> tuple[str, ...]:
+    """Spells the numbers from ``first`` to ``end``, without it."""
+    return tuple([f"{i}{ending}" for i in range(first, end)])
 
 
 class GroupedLinear(LinearState):
@@ -84,7 +84,7 @@ class GroupedLinear(LinearState):
     With ``etp_group`` a rank holds some rows of each expert's W, [n, K] or [G, n, K], and multiplies all N.
 
     Args:
-        num_gemms: the number of experts, G.
+        num_gemms: the number of experts, E; without ``ep_group`` G is E.
         in_features, out_features, bias, device, dtype, params_dtype, init_method: of each, as of ``Linear``.
         recipe, name: as of ``Linear``.
         single_grouped_weight: keep all weights as one parameter ``weight`` [G, N, K], in lieu of one for each expert,
@@ -94,6 +94,8 @@ class GroupedLinear(LinearState):
             is that of each parameter.
         etp_group, etp_reduction: as of ``Linear``; the rows of each expert's weight are shared out alike, and those of
             all experts are cast and gathered together. Biases are whole on each rank.
+        ep_group: the ranks that share out the experts, G = E / p consecutive ones each, whose numbers their names keep.
+            X has the rows of this rank's experts: :class:`~minifloat.GroupedMLP` sends tokens to where they are.
 
     Separate weights that start in one piece of memory are multiplied there; once they are not neighbours any more (as
     where something assigns ``.data``) they are copied together in each forward. Under delayed scaling each expert has
@@ -102,12 +104,14 @@ class GroupedLinear(LinearState):
 
     Raises:
         TypeError, ValueError: as of ``Linear``.
-        ValueError: ``single_grouped_weight`` inside of ``quantized_model_init``.
+        ValueError: ``single_grouped_weight`` inside of ``quantized_model_init``; E that no p ranks share alike.
     """
 
     _rows_kind = ExpertRows
 
-    num_gemms: int
+    num_gemms: int  # of this rank
+    num_experts: int  # of all ranks
+    first_expert: int
     single_grouped_weight: bool
     single_grouped_bias: bool
     _joined: JoinedWeights | None = None  # of separate quantized weights, as long as they lie in one piece of memory
@@ -134,11 +138,21 @@ class GroupedLinear(LinearState):
         params_dtype: FloatDtype | None = None,
         etp_group: ProcessGroup | DeviceMesh | None = None,
         etp_reduction: Reduction = "mean",
+        ep_group: Group | ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self._init_state(recipe, name or "")
         dtype = one_dtype("GroupedLinear", dtype, params_dtype)
+        self.ep_group = ep = Group.of(ep_group)
+        if num_gemms % ep.size:
+            raise ValueError(
+                f"GroupedLinear: {num_gemms} experts cannot be shared out over {ep.size} ranks; ep_group must be of a "
+                "size that divides them"
+            )
+        self.num_experts = num_gemms
+        num_gemms //= ep.size
         self.num_gemms = self._groups = num_gemms
+        self.first_expert = ep.rank * num_gemms
         self.in_features, self.out_features = in_features, out_features
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -152,12 +166,13 @@ class GroupedLinear(LinearState):
         together = biases is not None and single_grouped_bias
         self.register_parameter("bias", nn.Parameter(biases) if biases is not None and together else None)
         if not single_grouped_weight or (bias and not single_grouped_bias):
-            for i in range(num_gemms):
+            for i, number in enumerate(self._numbers()):
                 own = None if biases is None or together else biases[i]
-                self.add_module(str(i), Expert(None if single_grouped_weight else weights[i], own))
+                self.add_module(number, Expert(None if single_grouped_weight else weights[i], own))
         self.reset_parameters()
         quantize_weights(self, parameter_init())
         self._join_weights()
+        self._mark_parameters()
         if (ranks := Group.of(etp_group)).size > 1:
             shard_rows(self, ranks, etp_reduction)
         if isinstance(self.recipe, Recipe):
@@ -307,12 +322,16 @@ class GroupedLinear(LinearState):
 
     @property
     def _has_bias(self) -> bool:
-        first: Any = self._modules.get("0")
+        first: Any = self._modules.get(str(self.first_expert))
         return self._parameters.get("bias") is not None or (first is not None and first.bias is not None)
 
     @property
     def _weight_names(self) -> tuple[str, ...]:
-        return ("weight",) if self.single_grouped_weight else _numbers(self.num_gemms, ".weight")
+        return ("weight",) if self.single_grouped_weight else self._numbers(".weight")
+
+    def _numbers(self, ending: str = "") -> tuple[str, ...]:
+        """The numbers of this rank's experts, spelled."""
+        return _numbers(self.first_expert, self.first_expert + self.num_gemms, ending)
 
     @property
     def _matrices(self) -> tuple[tuple[str, ...], ...]:
@@ -324,12 +343,12 @@ class GroupedLinear(LinearState):
         return module._parameters[own] if own in module._parameters else getattr(module, own)  # if it is computed
 
     def _group_of(self, name: str) -> int:
-        return int(name.partition(".")[0])
+        return int(name.partition(".")[0]) - self.first_expert
 
     def _each(self, kind: str) -> list[Any]:
         """The parameters of the experts, if each has its own."""
         modules: Any = self._modules
-        names = _numbers(self.num_gemms)
+        names = self._numbers()
         try:  # past nn.Module.__getattr__, of hundreds in each step
             return [modules[name]._parameters[kind] for name in names]
         except KeyError:  # one that is computed, as by torch.nn.utils.parametrize
@@ -360,18 +379,25 @@ class GroupedLinear(LinearState):
         together = {kind: p for kind in ("weight", "bias") if (p := self._parameters.get(kind)) is not None}
         whole = {kind: self._to_fill(kind, parameter) for kind, parameter in together.items()}
         bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
-        for i in range(self.num_gemms):
+        numbers = self._numbers()
+        for expert in range(self.num_experts):
+            i = expert - self.first_expert
+            elsewhere = not 0 <= i < self.num_gemms
             for kind in ("weight", "bias"):
-                own = None if kind in whole or "0" not in self._modules else getattr(self._modules[str(i)], kind)
-                values = whole[kind][i] if kind in whole else None if own is None else self._to_fill(kind, own)
+                path = numbers[0 if elsewhere else i]
+                own = None if kind in whole or path not in self._modules else getattr(self._modules[path], kind)
+                values = whole[kind][0 if elsewhere else i] if kind in whole else None
+                values = values if own is None else self._to_fill(kind, own)
                 if values is None:
                     continue
+                if elsewhere:  # the same random numbers are drawn as by a process that has all
+                    values = torch.empty_like(values)
                 if kind == "weight":
                     options.initialize(values, self.init_method)
                 else:
                     nn.init.uniform_(values, -bound, bound)
-                if own is not None and values is not own:
-                    write(self, f"{i}.{kind}", own, values)
+                if own is not None and values is not own and not elsewhere:
+                    write(self, f"{path}.{kind}", own, values)
         for kind, parameter in together.items():
             if whole[kind] is not parameter:
                 write(self, kind, parameter, whole[kind])
@@ -386,6 +412,8 @@ class GroupedLinear(LinearState):
 
     def _mark_parameters(self) -> None:
         super()._mark_parameters()
+        for parameter in self.parameters() if self.ep_group.size > 1 else ():
+            parameter.ep_group = self.ep_group  # type: ignore[attr-defined] # others are on other ranks
         if self._etp is not None:
             self._joined = None  # which are rows now
 
@@ -409,8 +437,15 @@ class GroupedLinear(LinearState):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
+        own = slice(self.first_expert, self.first_expert + self.num_gemms)
         for kind, together in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
-            whole, each = f"{prefix}{kind}", [f"{prefix}{i}.{kind}" for i in range(self.num_gemms)]
+            whole, every = f"{prefix}{kind}", [f"{prefix}{i}.{kind}" for i in range(self.num_experts)]
+            each = every[own]
+            saved = state_dict.get(whole)
+            if isinstance(saved, Tensor) and saved.dim() and len(saved) == self.num_experts > self.num_gemms:
+                saved = state_dict[whole] = saved[own]
+            for name in {*every} - {*each}:  # of other ranks
+                state_dict.pop(name, None)
             if together and whole not in state_dict and all(name in state_dict for name in each):
                 state_dict[whole] = torch.stack([state_dict.pop(name) for name in each])
             saved = state_dict.get(whole)

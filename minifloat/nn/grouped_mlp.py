@@ -8,18 +8,22 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import recompute
 from minifloat.arguments import Size, checked, label_of, shown
 from minifloat.autocast import checks_finite, used
+from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output
-from minifloat.functional.experts import Experts, GroupedMLPCall, GroupedMLPFunction, Tokens
+from minifloat.functional.expert_parallel import Dispatch, dispatch_of
+from minifloat.functional.experts import GroupedMLPCall, GroupedMLPFunction, LocalExperts, Tokens
 from minifloat.functional.grouped import GroupLayout, check_groups, layout_of
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.functional.router import Routing, permute, permute_probabilities, unpermute
 from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear
-from minifloat.nn.linear_call import compiles_backward
+from minifloat.nn.linear_call import compiles_backward, run_eager
 from minifloat.nn.options import InitMethod, LinearOptions, check_meta, check_tensor, place
 from minifloat.recipe import Recipe
 
@@ -41,6 +45,8 @@ class GroupedMLP(parts.LayerOfParts):
             params_dtype, dtype, device, recipe, name: of each, as of :class:`~minifloat.LayerNormMLP`.
         single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute, etp_group, etp_reduction: as of
             :class:`~minifloat.GroupedLinear`; of W1 and W2 a rank holds some rows for each expert.
+        ep_group: the ranks that share out the experts, E / p each (``functional/expert_parallel.py``); each rank gives
+            its own tokens. Gradients of experts are sums over the tokens of all ranks.
         recompute_activation: save the input of the activation, which its gradient needs anyway, and in backward
             recompute what fc2 reads of its result.
 
@@ -65,16 +71,19 @@ class GroupedMLP(parts.LayerOfParts):
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         name: str | None = None,
+        ep_group: ProcessGroup | DeviceMesh | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
         place(type(self).__name__, options)
+        self.ep_group = Group.of(ep_group)
         self.activation = Activation.of(activation, activation_params)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.recompute_activation = recompute_activation
         linear = partial(
             GroupedLinear, num_experts, bias=bias, single_grouped_weight=single_grouped_weight,
-            single_grouped_bias=single_grouped_weight, delay_wgrad_compute=delay_wgrad_compute, **options,
+            single_grouped_bias=single_grouped_weight, delay_wgrad_compute=delay_wgrad_compute,
+            ep_group=self.ep_group, **options,
         )  # fmt: skip
         width = ffn_hidden_size * (2 if self.activation.gated else 1)
         self.fc1 = linear(
@@ -102,8 +111,9 @@ class GroupedMLP(parts.LayerOfParts):
         """X [M, hidden_size], rows sorted by expert, to Y of the same shape; or tokens [T, hidden_size] to tokens.
 
         Args:
-            m_splits: as of :meth:`GroupedLinear.forward`; or a :class:`~minifloat.functional.Routing` of k choices for
-                each of T tokens: each is read where its k rows are cast, and gets the sum of their results.
+            m_splits: as of :meth:`GroupedLinear.forward`, of this rank's experts under ``ep_group``; or a
+                :class:`~minifloat.functional.Routing` of k choices for each of T tokens, of all ranks' experts: each is
+                read where its k rows are cast, and gets the sum of their results.
             is_first_microbatch: as of :meth:`GroupedLinear.forward`.
             probabilities: of the rows, [M], or with a routing of the choices, [T, k]: factors of Y. Without biases they
                 are multiplied to the activation, in fp32, before it is rounded and cast. Their gradient is fp32.
@@ -114,7 +124,7 @@ class GroupedMLP(parts.LayerOfParts):
         check_tensor(x, self)
         if isinstance(m_splits, Routing):
             return self._forward_tokens(x, m_splits, is_first_microbatch, probabilities)
-        layout = layout_of(x, m_splits, self.num_experts, self.hidden_size, self)
+        layout = layout_of(x, m_splits, self.num_experts // self.ep_group.size, self.hidden_size, self)
         if probabilities is not None:
             if probabilities.shape != (layout.rows,) or not probabilities.is_floating_point():
                 raise ValueError(
@@ -126,7 +136,7 @@ class GroupedMLP(parts.LayerOfParts):
             return _times(self.forward(x, layout, is_first_microbatch), probabilities, layout)
         recipes = self._fused(is_first_microbatch)
         if recipes is not None:
-            return self._run(x, layout, is_first_microbatch, probabilities, None, *recipes)
+            return self._run(x, LocalExperts(layout), is_first_microbatch, probabilities, None, *recipes)
         h = self.fc1(x, layout, is_first_microbatch)
         a = activate(h, self.activation, probabilities, None if probabilities is None else layout.offsets)
         y: Tensor = self.fc2(a, layout, is_first_microbatch)
@@ -135,15 +145,42 @@ class GroupedMLP(parts.LayerOfParts):
     def _forward_tokens(
         self, x: Tensor, routing: Routing, is_first_microbatch: bool | None, probabilities: Tensor | None
     ) -> Tensor:
-        layout = GroupLayout(routing.offsets, routing.order.shape[0])
+        if self.ep_group.size > 1 and torch.compiler.is_compiling():  # the host waits for how many rows come
+            return run_eager(GroupedMLP._forward_tokens, self, x, routing, is_first_microbatch, probabilities)
+        check_groups(GroupLayout(routing.offsets, 0), self.num_experts, self)
+        there = self._dispatch(routing)
         if self._adds_to_results:
-            return unpermute(self.forward(permute(x, routing), layout, is_first_microbatch), routing, probabilities)
-        own = None if probabilities is None else permute_probabilities(probabilities, routing)
+            y = self.forward(there.send(permute(x, routing)), there.layout, is_first_microbatch)
+            return unpermute(there.collect(y), routing, probabilities)
+        own = None if probabilities is None else there.send(permute_probabilities(probabilities, routing))
         recipes = self._fused(is_first_microbatch)
         if recipes is None or x.dim() != 2 or x.shape[0] != routing.inverse.shape[0]:  # of which ``permute`` tells
-            return unpermute(self.forward(permute(x, routing), layout, is_first_microbatch, own), routing)
-        check_groups(layout, self.num_experts, self)
-        return self._run(x, layout, is_first_microbatch, own, routing, *recipes)
+            y = self.forward(there.send(permute(x, routing)), there.layout, is_first_microbatch, own)
+            return unpermute(there.collect(y), routing)
+        return self._run(x, there, is_first_microbatch, own, routing, *recipes)
+
+    def _dispatch(self, routing: Routing) -> LocalExperts | Dispatch:
+        """Finds where rows go.
+
+        Raises:
+            ValueError: delayed scaling under ``ep_group``.
+            RuntimeError: a CUDA graph is captured, and the host would have to wait.
+        """
+        if self.ep_group.size == 1:
+            return LocalExperts(GroupLayout(routing.offsets, routing.order.shape[0]))
+        for fc in (self.fc1, self.fc2):
+            recipe = linear_call.recipe_in_force(fc) if isinstance(fc, GroupedLinear) else None
+            if recipe is not None and fc._config(recipe).delayed is not None:
+                raise ValueError(
+                    f"{label_of(fc)}: delayed scaling reduces the histories of all ranks together, and with ep_group "
+                    "these are of different experts; use current scaling, or blocks"
+                )
+        if routing.counts.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self._label}: with ep_group the host waits for the numbers of rows that ranks exchange, which the "
+                "capture of a CUDA graph cannot; capture the layers around"
+            )
+        return dispatch_of(routing, self.ep_group)
 
     def _fused(self, is_first_microbatch: bool | None) -> tuple[Recipe, Recipe] | None:
         """The recipes of both linears, if one autograd function can run them."""
@@ -164,15 +201,20 @@ class GroupedMLP(parts.LayerOfParts):
         return None if any(config.backward_override is not None for config in configs) else (first, second)
 
     def _run(
-        self, x: Tensor, layout: GroupLayout, is_first_microbatch: bool | None, probabilities: Tensor | None,
-        routing: Routing | None, first: Recipe, second: Recipe,
+        self, x: Tensor, there: LocalExperts | Dispatch, is_first_microbatch: bool | None,
+        probabilities: Tensor | None, routing: Routing | None, first: Recipe, second: Recipe,
     ) -> Tensor:  # fmt: skip
         fc1, fc2 = self.fc1, self.fc2
         linear_call.check_input(fc1, x, is_first_microbatch)
         check_meta(x, fc2, fc2._weight(fc2._weight_names[0]))
         dtype = linear_call.compute_dtype(fc1, x)
         tokens = None if routing is None else Tokens(routing, routing.order // routing.inverse.shape[1])
-        of_fc1, of_fc2 = Experts(layout=layout, x_tokens=tokens), Experts(layout=layout, y_tokens=tokens)
+        of_fc1, of_fc2 = there.exchange(tokens, None), there.exchange(None, tokens)
+        if self.ep_group.size > 1:
+            for fc, recipe in ((fc1, first), (fc2, second)):
+                linear_call.check_same_recipe(
+                    fc, fc._config(recipe).describe(), self.ep_group, fc._weight(fc._weight_names[0])
+                )
         call1, w1, b1 = linear_call.prepare_call(
             fc1, first, dtype, x.requires_grad, is_first_microbatch, exchange=of_fc1
         )
@@ -181,7 +223,7 @@ class GroupedMLP(parts.LayerOfParts):
             fc2, second, dtype, needs_hidden, is_first_microbatch, exchange=of_fc2,
             recompute_x=self.recompute_activation,
         )  # fmt: skip
-        mlp = GroupedMLPCall(self.activation, call1, call2, layout)
+        mlp = GroupedMLPCall(self.activation, call1, call2, there.layout)
         y = apply(GroupedMLPFunction, mlp, x.to(dtype), probabilities, w1, b1, w2, b2)
         for call in (call1, call2):
             if call.given.delayed is not None:

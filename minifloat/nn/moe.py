@@ -42,6 +42,7 @@ class MoE(parts.LayerOfParts):
             given X [..., hidden_size], and ``token_mask`` if there is one.
         aux_loss_coefficient: of the router's load balancing loss.
         expert_etp_group: the ranks that share out the rows of the experts' weights, as of :class:`GroupedMLP`.
+        ep_group: the ranks that share out the experts, as of :class:`GroupedMLP`: tokens travel to them and back.
         etp_group: those that share out the rows of the shared MLP's, as of :class:`~minifloat.Linear`: others, or as
             many, or none. The router is whole on each rank, and its gradients are reduced as all that is whole
             (:func:`~minifloat.distributed.reduce_replicated`).
@@ -76,6 +77,7 @@ class MoE(parts.LayerOfParts):
         output_layer_init_method: InitMethod | None = None,
         name: str | None = None,
         expert_etp_group: ProcessGroup | DeviceMesh | None = None,
+        ep_group: ProcessGroup | DeviceMesh | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
@@ -92,7 +94,8 @@ class MoE(parts.LayerOfParts):
             num_experts, hidden_size, ffn_hidden_size, activation=activation, activation_params=activation_params,
             bias=bias, delay_wgrad_compute=delay_wgrad_compute, single_grouped_weight=single_grouped_weight,
             recompute_activation=recompute_activation, init_method=init_method,
-            output_layer_init_method=output_layer_init_method, name=parts.part_name(name, "experts"), **of_experts,
+            output_layer_init_method=output_layer_init_method, name=parts.part_name(name, "experts"), ep_group=ep_group,
+            **of_experts,
         )  # fmt: skip
         self.shared_fc1 = self.shared_fc2 = None
         if shared_ffn_hidden_size is not None:

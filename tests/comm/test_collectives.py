@@ -130,5 +130,5 @@ def test_own_mistakes(rank: int, size: int) -> None:
 def test_bytes_of_single_elements_of_any_stride() -> None:
     """A dim of size 1 may have any stride: PyTorch calls it contiguous, and refuses to view it as another dtype."""
     for x in (torch.arange(6.0).view(1, 6).t()[2:3], torch.arange(6.0)[::5][:1], torch.ones(3, 0).t()):
-        back = collectives._from_bytes(collectives._as_bytes(x), x)
+        back = collectives.from_bytes(collectives.as_bytes(x), x)
         assert torch.equal(back, x)
