@@ -24,6 +24,9 @@ from minifloat.operand import Quantized
 from minifloat.ops.quantize.reference import DTYPES as DTYPES
 from minifloat.ops.quantize.reference import as_matrix as as_matrix
 
+ColumnwiseSource = Literal["original", "rowwise_dequantized"]
+"""What columnwise operands are cast from."""
+
 
 @checked
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Quantizer:
     column_format: Format | None = None
     rowwise: bool = True
     columnwise: bool = True
-    columnwise_source: Literal["original", "rowwise_dequantized"] = "original"
+    columnwise_source: ColumnwiseSource = "original"
 
     def __hash__(self) -> int:
         if not self.__dict__:  # Dynamo of PyTorch 2.11 hashes one that it traces before it has its fields
@@ -61,7 +64,7 @@ class Quantizer:
         *,
         rowwise_quantizer: Quantizer,
         columnwise_quantizer: Quantizer,
-        columnwise_source: Literal["original", "rowwise_dequantized"] = "original",
+        columnwise_source: ColumnwiseSource = "original",
     ) -> Quantizer:
         """Takes rowwise operands of one quantizer, columnwise ones of another."""
         column_format = columnwise_quantizer.format(COLUMNWISE)

@@ -126,7 +126,9 @@ TRANSFORMER_ENGINE: dict[type, list[tuple[str, object]]] = {
 
 OURS: dict[type, list[tuple[str, object]]] = {
     Float8CurrentScaling: [("amax_epsilon", 0.0)],
-    Float8BlockScaling: [("amax_epsilon", 0.0)],
+    Float8BlockScaling: [("amax_epsilon", 0.0), ("columnwise_source", "original")],
+    MXFP8BlockScaling: [("columnwise_source", "original")],
+    NVFP4BlockScaling: [("columnwise_source", "original")],
 }
 """What this package adds, after them."""
 

@@ -147,7 +147,6 @@ class GroupedMLP(parts.LayerOfParts):
     ) -> Tensor:
         if self.ep_group.size > 1 and torch.compiler.is_compiling():  # the host waits for how many rows come
             return run_eager(GroupedMLP._forward_tokens, self, x, routing, is_first_microbatch, probabilities)
-        check_groups(GroupLayout(routing.offsets, 0), self.num_experts, self)
         there = self._dispatch(routing)
         if self._adds_to_results:
             y = self.forward(there.send(permute(x, routing)), there.layout, is_first_microbatch)
@@ -157,6 +156,7 @@ class GroupedMLP(parts.LayerOfParts):
         if recipes is None or x.dim() != 2 or x.shape[0] != routing.inverse.shape[0]:  # of which ``permute`` tells
             y = self.forward(there.send(permute(x, routing)), there.layout, is_first_microbatch, own)
             return unpermute(there.collect(y), routing)
+        check_groups(there.layout, self.num_experts // self.ep_group.size, self)
         return self._run(x, there, is_first_microbatch, own, routing, *recipes)
 
     def _dispatch(self, routing: Routing) -> LocalExperts | Dispatch:
@@ -168,6 +168,7 @@ class GroupedMLP(parts.LayerOfParts):
         """
         if self.ep_group.size == 1:
             return LocalExperts(GroupLayout(routing.offsets, routing.order.shape[0]))
+        check_groups(GroupLayout(routing.offsets, 0), self.num_experts, self)
         for fc in (self.fc1, self.fc2):
             recipe = linear_call.recipe_in_force(fc) if isinstance(fc, GroupedLinear) else None
             if recipe is not None and fc._config(recipe).delayed is not None:

@@ -8,7 +8,7 @@ from typing import Literal
 from minifloat.arguments import NonNegativeFloat, checked
 from minifloat.formats import Format, Rounding, define_element
 from minifloat.formats.elements import SmallFloat
-from minifloat.quantizer import Quantizer
+from minifloat.quantizer import ColumnwiseSource, Quantizer
 from minifloat.recipe.base import (
     GRADIENTS,
     BackwardOverride,
@@ -92,12 +92,22 @@ class Float8RowwiseScaling(Recipe):
 # ---- blocks of 128 ----
 
 
+def source_of(role: QuantizerRole, chosen: ColumnwiseSource) -> ColumnwiseSource:
+    """The source of a columnwise operand: weights are where they are cast, in both orientations."""
+    return "original" if role.tensor_type == "weight" else chosen
+
+
 @checked
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
     """FP8 with a scale for each 1 x 128 strip of activations and gradients and each 128 x 128 tile of weights.
 
     DeepSeek-V3 Technical Report (2024), section 3.3. A dim of 1 is strips, of 2 tiles; no GEMM takes two of tiles.
+
+    Args:
+        columnwise_source: ``"rowwise_dequantized"`` casts what wgrad reads of X and dY from the values of their rowwise
+            codes, which is what a rank knows that received these alone: with ``ep_group`` codes travel then, else the
+            values do.
     """
 
     use_f32_scales: bool = False
@@ -112,6 +122,7 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     amax_epsilon: NonNegativeFloat = 0.0
+    columnwise_source: ColumnwiseSource = "original"
     kinds = frozenset({"float8_block_scaling"})
     pairs = (
         ("FP8 1x128 by 128x128", Format(block=128, scale_rule="pow2"), Format(block=128, tile=True, scale_rule="pow2")),
@@ -145,7 +156,8 @@ class Float8BlockScaling(Recipe):
             dim = self.w_block_scaling_dim if role.tensor_type == "weight" else self.x_block_scaling_dim
         rule = "fp32" if self.use_f32_scales else "pow2"
         element = self.fp8_format.element(role)
-        return Quantizer(Format(element, 128, dim == 2, scale_rule=rule, amax_epsilon=self.amax_epsilon))
+        row = Format(element, 128, dim == 2, scale_rule=rule, amax_epsilon=self.amax_epsilon)
+        return Quantizer(row, columnwise_source=source_of(role, self.columnwise_source))
 
 
 # ---- blocks of 32, and a 4-bit one by FP8 ----
@@ -165,6 +177,7 @@ class MXFP8BlockScaling(Recipe):
 
     Args:
         enable_2d_quantization: weights share a scale in 32 x 32 tiles.
+        columnwise_source: as of :class:`Float8BlockScaling`.
     """
 
     margin: Margin = 0
@@ -173,6 +186,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     enable_2d_quantization: bool = False
+    columnwise_source: ColumnwiseSource = "original"
     kinds = frozenset({"mxfp8"})
     pairs = (("MXFP8", _E4M3, _E4M3),)
 
@@ -181,7 +195,8 @@ class MXFP8BlockScaling(Recipe):
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         tile = self.enable_2d_quantization and role.tensor_type == "weight"
-        return Quantizer(Format(self.fp8_format.element(role), 32, tile, scale_rule="e8m0"))
+        row = Format(self.fp8_format.element(role), 32, tile, scale_rule="e8m0")
+        return Quantizer(row, columnwise_source=source_of(role, self.columnwise_source))
 
 
 @checked
@@ -262,6 +277,7 @@ class NVFP4BlockScaling(Recipe):
         nvfp4_4over6: tensors whose blocks are scaled to 4 where that is closer than to 6; never gradients.
         nvfp4_4over6_e4m3_use_256: which of those aim at block scales up to 256 instead of 448.
         nvfp4_4over6_err_mode: ``"MAE"`` or ``"MSE"``.
+        columnwise_source: as of :class:`Float8BlockScaling`.
     """
 
     disable_rht: bool = False
@@ -276,6 +292,7 @@ class NVFP4BlockScaling(Recipe):
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
+    columnwise_source: ColumnwiseSource = "original"
     kinds = frozenset({"nvfp4"})
     pairs = (("NVFP4", Format("e2m1", 16, False, "two_level"), Format("e2m1", 16, True, "two_level")),)
 
@@ -313,10 +330,8 @@ class NVFP4BlockScaling(Recipe):
             row = Format("e2m1", 16, scale_rule="two_level", rounding=rounding)
         else:
             row = self._format("activations", amax_per_row=self.row_scaled_activation)
-        if self.disable_rht:
-            return Quantizer(row)
         rotated = Format("e2m1", 16, scale_rule="two_level", transform="hadamard16", rounding=row.rounding)
-        return Quantizer(row, rotated)
+        return Quantizer(row, None if self.disable_rht else rotated, columnwise_source=self.columnwise_source)
 
     def _format(self, tensors: str, tile: bool = False, amax_per_row: bool = False) -> Format:
         if self.nvfp4_4over6 not in (tensors, "all"):

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import minifloat
 from minifloat import GroupedMLP
 from minifloat.functional import Routing, sort_by_expert
-from minifloat.recipe import Float8CurrentScaling, Recipe
+from minifloat.nn import MoE
+from minifloat.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.helpers.distributed_pool import on_ranks
 from tests.helpers.recipes import NAMED
 
 E, H, F, K = 6, 64, 48, 2
 BF16 = torch.bfloat16
-RECIPES: dict[str, Any] = {name: recipe for name, recipe in NAMED.items() if name != "delayed"} | {"none": "none"}
+NEAREST = NVFP4BlockScaling(disable_stochastic_rounding=True)
+EXACT: dict[str, Any] = {"none": "none", "nvfp4": NEAREST} | {
+    name: NAMED[name] for name in ("current", "block", "mxfp8")
+}
+CODES: dict[str, Any] = {
+    "block": Float8BlockScaling(columnwise_source="rowwise_dequantized"),
+    "mxfp8": MXFP8BlockScaling(columnwise_source="rowwise_dequantized"),
+    "nvfp4": replace(NEAREST, columnwise_source="rowwise_dequantized"),
+    "an amax a row": replace(
+        NEAREST, disable_rht=True, row_scaled_activation=True, columnwise_source="rowwise_dequantized"
+    ),
+}
 
 
 def tokens_of(rank: int, size: int) -> int:
@@ -68,7 +82,7 @@ def compare(rank: int, size: int, options: dict[str, Any], skewed: bool = False,
     whole = GroupedMLP(E, H, F, dtype=BF16, **options)
     torch.manual_seed(3)
     own = GroupedMLP(E, H, F, dtype=BF16, ep_group=dist.group.WORLD, **options)
-    for (name, mine) in own.named_parameters():
+    for name, mine in own.named_parameters():
         theirs = whole.get_parameter(name)
         first = own.fc1.first_expert if theirs.dim() != mine.dim() or theirs.shape != mine.shape else 0
         if not torch.equal(mine, theirs[first : first + len(mine)]):
@@ -85,7 +99,7 @@ def compare(rank: int, size: int, options: dict[str, Any], skewed: bool = False,
         for name, mine, theirs in zip(("Y", "dX", "dp"), found, expected, strict=True):
             if not torch.equal(mine, theirs[at]):
                 wrong.append(f"{name} in step {step}: {(mine.float() - theirs[at].float()).abs().max()}")
-    for (name, mine) in own.named_parameters():
+    for name, mine in own.named_parameters():
         theirs = whole.get_parameter(name)
         first = own.fc1.first_expert if theirs.shape != mine.shape else 0
         assert mine.grad is not None and theirs.grad is not None
@@ -94,7 +108,110 @@ def compare(rank: int, size: int, options: dict[str, Any], skewed: bool = False,
     return wrong
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EXACT)
 @on_ranks(2, 3)
 def test_as_one_process(rank: int, size: int, recipe: str) -> list[str]:
-    return compare(rank, size, {"recipe": RECIPES[recipe]})
+    return compare(rank, size, {"recipe": EXACT[recipe]})
+
+
+@pytest.mark.parametrize("recipe", CODES)
+@on_ranks(2)
+def test_codes_travel(rank: int, size: int, recipe: str) -> list[str]:
+    """Where one process makes the columnwise operands of the rowwise codes as well."""
+    return compare(rank, size, {"recipe": CODES[recipe]})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "biases": {"bias": True, "activation": "gelu"},
+    "one parameter": {"single_grouped_weight": True},
+    "recompute": {"recompute_activation": True},
+    "kept for backward": {"recipe": Float8CurrentScaling(backward_override="dequantized")},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@on_ranks(2)
+def test_options(rank: int, size: int, option: str) -> list[str]:
+    return compare(rank, size, {"recipe": "current"} | OPTIONS[option])
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@on_ranks(3)
+def test_all_tokens_go_to_one_expert(rank: int, size: int, recipe: str) -> list[str]:
+    """Other ranks receive nothing, and microbatches read the casts of the first."""
+    return compare(rank, size, {"recipe": recipe}, skewed=True, steps=2)
+
+
+@on_ranks(2)
+def test_bytes_of_dispatch(rank: int, size: int) -> list[str]:
+    """Of X and dY, against bf16, in one transfer each; results come back in bf16."""
+    wrong = []
+    for recipe, most in (("none", 1.0), ("current", 0.5), ("block", 0.52), ("mxfp8", 0.52), ("nvfp4", 0.29)):
+        mlp = GroupedMLP(E, 512, F, dtype=BF16, recipe=CODES.get(recipe, recipe), ep_group=dist.group.WORLD)
+        x, indices = torch.randn(8, 512).to(BF16).requires_grad_(), choices(8, skewed=False)
+        with recorded() as sent:
+            mlp(x, sort_by_expert(indices, E)).sum().backward()
+        rows = int((indices >= 0).sum())
+        ratios = [nbytes / (2 * rows * 512) for nbytes in sent if nbytes > 4 * E]
+        if len(ratios) != 4 or max(ratios[0], ratios[2]) > most:  # others are of the rows that are received
+            wrong.append(f"{recipe}: {ratios}")
+    return wrong
+
+
+@contextmanager
+def recorded() -> Iterator[list[int]]:
+    """The bytes that each all-to-all sends."""
+    sent: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def counted(output: Tensor, data: Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(data.nbytes)
+        return exchange(output, data, *args, **options)
+
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        yield sent
+
+
+@on_ranks(2)
+def test_a_mixture(rank: int, size: int) -> list[str]:
+    """Router, shared MLP and norm: outputs and gradients of a rank's tokens, and of its experts."""
+    torch.manual_seed(5)
+    options: dict[str, Any] = {"shared_ffn_hidden_size": 16, "dtype": BF16, "recipe": "block"}
+    whole, own = (build(H, F, E, K, **options) for build in (MoE, partial(MoE, ep_group=dist.group.WORLD)))
+    own.load_state_dict(whole.state_dict())
+    x, dy = torch.randn(size, 9, H).to(BF16), torch.randn(size, 9, H).to(BF16)
+    mine, all_of_it = x[rank].clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = own(mine), whole(all_of_it)
+    y.backward(dy[rank]), expected.backward(dy)
+    assert mine.grad is not None and all_of_it.grad is not None
+    wrong = ["Y"] * (not torch.equal(y, expected[rank])) + ["dX"] * (not torch.equal(mine.grad, all_of_it.grad[rank]))
+    wrong += [
+        name
+        for name, p in own.experts.named_parameters()
+        if not torch.equal(p.grad, whole.experts.get_parameter(name).grad)  # type: ignore[arg-type]
+    ]
+    return wrong
+
+
+@on_ranks(2, 3)
+def test_mistakes(rank: int, size: int) -> list[str]:
+    """Each is named on all ranks, which can go on."""
+    x, indices = torch.randn(4, H), choices(4, skewed=True)
+    group = dist.group.WORLD
+    mlp = GroupedMLP(E, H, F, ep_group=group, recipe="delayed")
+    others = GroupedMLP(E, H, F, ep_group=group, recipe="current" if rank else "mxfp8")
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        (f"7 experts cannot be shared out over {size} ranks", lambda: GroupedMLP(7, H, F, ep_group=group)),
+        ("delayed scaling", lambda: mlp(x, sort_by_expert(indices, E))),
+        ("m_splits has 7 numbers", lambda: others(x, sort_by_expert(indices, 7))),
+        ("different recipes", lambda: others(x, sort_by_expert(indices, E))),
+    ]
+    wrong = []
+    for words, call in cases:
+        try:
+            call()
+            wrong.append(f"{words}: no error")
+        except ValueError as error:
+            if words not in str(error):
+                wrong.append(f"{words}: {error}")
+    return wrong
