@@ -207,8 +207,9 @@ class ExpertParallel(Experts):
         device, chained = row.codes.device.type, quantizer.chained
         if len(quantizer.layouts(device)) == 1 and not chained:
             return Quantized(row, row)
-        # With the scale that they have, the values of codes are cast to the same codes again, in another order.
-        values = row.dequantize(row.dtype if chained else torch.float32)
+        # With the scale that they have, the values of 8-bit codes, of four bits of precision at most and so in bf16 as
+        # well, are cast to the same codes again, in another order.
+        values = row.dequantize(row.dtype if chained else torch.bfloat16)
         columnwise = RoleCasts([Quantizer(quantizer.format(COLUMNWISE), rowwise=False)], kinds, device)
         known = None if chained or amax is None else amax[self.dispatch.experts]
         column = columnwise.of_groups(values, self.layout.offsets, None, amax=known).along(COLUMNWISE)

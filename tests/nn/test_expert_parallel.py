@@ -75,13 +75,15 @@ class Run:
         return [y.detach(), x.grad, p.grad]
 
 
-def compare(rank: int, size: int, options: dict[str, Any], skewed: bool = False, steps: int = 1) -> list[str]:
+def compare(
+    rank: int, size: int, options: dict[str, Any], skewed: bool = False, steps: int = 1, device: str = "cpu"
+) -> list[str]:
     """Runs both: what differs."""
-    wrong = []
+    wrong, options = [], {"dtype": BF16, "device": device} | options
     torch.manual_seed(3)
-    whole = GroupedMLP(E, H, F, dtype=BF16, **options)
+    whole = GroupedMLP(E, H, F, **options)
     torch.manual_seed(3)
-    own = GroupedMLP(E, H, F, dtype=BF16, ep_group=dist.group.WORLD, **options)
+    own = GroupedMLP(E, H, F, ep_group=dist.group.WORLD, **options)
     for name, mine in own.named_parameters():
         theirs = whole.get_parameter(name)
         first = own.fc1.first_expert if theirs.dim() != mine.dim() or theirs.shape != mine.shape else 0
@@ -91,8 +93,8 @@ def compare(rank: int, size: int, options: dict[str, Any], skewed: bool = False,
     ends = torch.tensor(counts).cumsum(0).tolist()
     at = slice(ends[rank] - counts[rank], ends[rank])
     for step in range(steps):
-        x, p, dy = ragged(sum(counts), H), torch.rand(sum(counts), K), ragged(sum(counts), H)
-        indices = choices(sum(counts), skewed)
+        drawn = ragged(sum(counts), H), torch.rand(sum(counts), K), ragged(sum(counts), H), choices(sum(counts), skewed)
+        x, p, dy, indices = [each.to(device) for each in drawn]
         args = () if steps == 1 else (step == 0,)
         expected = Run(whole, x, p, dy, sort_by_expert(indices, E))(*args)
         found = Run(own, x[at], p[at], dy[at], sort_by_expert(indices[at], E))(*args)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from minifloat.comm.group import Group, ShardMap
 from minifloat.operand import Quantized
 from minifloat.quantizer import cast_all
+from minifloat.tools.bench.expert_parallel import CONTENDERS, moe_steps
+from minifloat.tools.bench.experts import SMALL
 from minifloat.tools.bench.gate import check_step
 from minifloat.tools.bench.ranks import (
     COLUMNS,
@@ -111,3 +113,11 @@ def test_a_dropped_bias_gradient_is_refused() -> None:
     assert check_step("right", right, right, LAYER_BOUNDS["bf16"]) == 0
     with pytest.raises(AssertionError, match=r"the gradient of parameter 1, \[16\], is 1.000 off"):
         check_step("wrong", [*right[:3], torch.zeros_like(b)], right, LAYER_BOUNDS["current"])
+
+
+@on_ranks(2)
+def test_experts_that_ranks_share_out_pass(rank: int, size: int) -> None:
+    """Each contender at sizes for a CPU; tokens of the ranks differ."""
+    steps = moe_steps(Group.of(dist.group.WORLD), torch.device("cpu"), SMALL)
+    assert steps.keys() == CONTENDERS.keys() and steps["bf16"][1] == 0.0
+    assert all(0.0 < error < 0.2 for _, error in list(steps.values())[1:])

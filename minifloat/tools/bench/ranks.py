@@ -1,6 +1,6 @@
-"""What several GPUs reach together: the quantized all-gather, a tensor-parallel layer, FSDP2, beside bf16 in one run.
+"""What several GPUs reach together: quantized all-gathers, tensor parallelism, experts, FSDP2, beside bf16 in one run.
 
-Run as ``torchrun --nproc-per-node 4 -m minifloat.tools.bench.ranks gather layer exposed fsdp --out FOLDER``. As in
+Run as ``torchrun --nproc-per-node 4 -m minifloat.tools.bench.ranks gather layer experts fsdp --out FOLDER``. As in
 ``minifloat bench`` contenders take turns in each round, a result is checked before it is timed, and what is quoted is
 the median over the rounds of the ratio to bf16. The time of a call is that of the slowest rank.
 """
@@ -28,6 +28,7 @@ from minifloat.comm.sharded_cast import gather, quantize_shard
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from minifloat.recipe import QuantizerRole, named
+from minifloat.tools.bench.expert_parallel import experts, exposed_experts
 from minifloat.tools.bench.exposed import Exposure, exposure
 from minifloat.tools.bench.fsdp import CONTENDERS, Training, trainings
 from minifloat.tools.bench.gate import StepBounds, check_step, differing
@@ -201,7 +202,8 @@ def step(layer: TransformerLayer, x: Tensor, dy: Tensor) -> list[Tensor]:
 
 
 SUITES: dict[str, Callable[[Group, int], Iterator[Line | Exposure | Training]]] = {
-    "gather": gathers, "layer": layers, "exposed": exposed, "fsdp": trainings,
+    "gather": gathers, "layer": layers, "exposed": exposed, "experts": experts, "exposed-experts": exposed_experts,
+    "fsdp": trainings,
 }  # fmt: skip
 
 
