@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = (
     {f"exact, {name}": {"options": {"recipe": recipe}} for name, recipe in EXACT.items()}
     | {f"codes travel, {name}": {"options": {"recipe": recipe}} for name, recipe in CODES.items()}
     | {f"current, {name}": {"options": {"recipe": "current"} | options} for name, options in OPTIONS.items()}
+    | {f"most experts, {name}": {"options": {"recipe": EXACT[name]}, "k": 5} for name in ("none", "current", "nvfp4")}
     | {"one expert gets all": {"options": {"recipe": "current"}, "skewed": True, "steps": 3}}
 )
 

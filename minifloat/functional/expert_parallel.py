@@ -1,29 +1,29 @@
-"""Expert parallelism: tokens travel to the ranks that have their experts, and their results travel back.
+"""Expert parallelism: tokens travel to the ranks that have their experts, and results travel back.
 
 Rank r of p has experts r G to (r + 1) G - 1, G = E / p. Rows of tokens are sorted by expert, so that those for one rank
-are neighbours; a rank sorts what it receives by expert again, rank by rank inside of each expert. That is the order in
+are neighbours; a rank sorts what it gets by expert again, rank by rank inside of each expert. That is the order in
 which one process would have the tokens of all ranks, one rank's below the other's, and all results are that process's,
 to the bit.
 
-======================  =========  =====================================================================
-tensor                  shape      what travels, dispatch (forward X, backward dY)
-======================  =========  =====================================================================
-tokens                  [T, K]     each goes to k rows
-rows sent               [S, K]     S <= T k, without dropped choices: codes and scales, or values
-rows received           [R, K]     by rank; then by expert
-results                 [R, N]     combine (forward Y, backward dX): values, added up by their token
-======================  =========  =====================================================================
+==============================  ==========  ==========================================================================
+tensor                          shape       what travels
+==============================  ==========  ==========================================================================
+tokens of this rank             [T, K]      dispatch (forward X, backward dY): each once to a rank, however many of
+                                            its experts are there, [U, K]; there to the rows of its choices
+rows of this rank's tokens      [S, K]      S <= T k, without dropped choices; sorted by expert
+rows of this rank's experts     [R, N]      combine (forward Y, backward dX): a row for each choice, and its probability
+==============================  ==========  ==========================================================================
 
-Codes travel where one process computes the operands of wgrad from the codes of fprop as well (:func:`sends_codes`):
-tokens are cast before they are sent, an FP8 byte and the scale of its block for each element. Scales of one amax come
-from the largest of all ranks, one for each expert. Elsewhere values travel, and the receiver casts whole groups.
+Dispatch sends the fewest bytes (:func:`form_of`): codes of tokens, cast before they travel, where scales are of rows
+and one process makes what wgrad reads from the codes of fprop as well; else codes of rows, where a scale is of an
+expert; else values of tokens, from which the receiver casts. Results are added up by their token, in high precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,38 +40,64 @@ from minifloat.functional.quantize import RoleCasts
 from minifloat.functional.router import Routing
 from minifloat.operand import Operand, Quantized
 from minifloat.ops.grouped import gathered_amax
-from minifloat.ops.permute import permute_rows
+from minifloat.ops.permute import unpermute_rows
 from minifloat.quantizer import Quantizer, as_matrix
 
 
+class Counts(NamedTuple):
+    """How many rows this rank sends to each rank, and how many it receives from each."""
+
+    sent: list[int]
+    received: list[int]
+
+    @property
+    def back(self) -> Counts:
+        """Of what returns."""
+        return Counts(self.received, self.sent)
+
+
 class Dispatch(NamedTuple):
-    """Where the rows of this rank's tokens go, and what it receives from others.
+    """Where this rank's tokens go, and what it receives from others.
 
     Attributes:
         group: the ranks that share out the experts.
-        sent, received: rows to each rank, and from each.
-        order: int64 [R], which of the received rows are those of the first expert, the second, and so on.
-        inverse: int64 [R], the place of each received row in that order.
+        routing: the choices of this rank's tokens among all experts.
+        tokens: int64 [U], those that go to the first rank, the second, and so on; ``of_tokens`` counts them.
+        source: int32 [R], for each row of this rank's experts the token among those received.
+        of_rows: counts of rows.
+        order: int64 [R], for each row of this rank's experts its place among the rows received, which come by rank.
+        inverse: int64 [R], the inverse of ``order``.
         layout: rows of each of this rank's G experts.
-        slots: T k, this rank's choices, dropped ones too.
     """
 
     group: Group
-    sent: list[int]
-    received: list[int]
+    routing: Routing
+    tokens: Tensor
+    of_tokens: Counts
+    source: Tensor
+    of_rows: Counts
     order: Tensor
     inverse: Tensor
     layout: GroupLayout
-    slots: int
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Sends tokens [T, K] to their experts: rows [R, K], in high precision."""
+        result: Tensor = apply(TokensFunction, x, self, False)
+        return result
+
+    def gather(self, y: Tensor) -> Tensor:
+        """Sends rows of experts [R, N] back and adds them up, [T, N]."""
+        result: Tensor = apply(TokensFunction, y, self, True)
+        return result
 
     def send(self, x: Tensor) -> Tensor:
-        """Sends rows of tokens [T k, ...] to their experts, in high precision: [R, ...]."""
-        result: Tensor = apply(DispatchFunction, x, self, False)
+        """Sends rows of tokens [T k, ...] to their experts, [R, ...]."""
+        result: Tensor = apply(RowsFunction, x, self, False)
         return result
 
     def collect(self, y: Tensor) -> Tensor:
-        """Sends rows of experts [R, ...] back to their tokens, [T k, ...]."""
-        result: Tensor = apply(DispatchFunction, y, self, True)
+        """Sends rows of experts [R, ...] back, [T k, ...]."""
+        result: Tensor = apply(RowsFunction, y, self, True)
         return result
 
     def exchange(self, x_tokens: Tokens | None, y_tokens: Tokens | None) -> Experts:
@@ -86,39 +112,96 @@ class Dispatch(NamedTuple):
 
 
 def dispatch_of(routing: Routing, group: Group) -> Dispatch:
-    """Exchanges how many rows each expert gets, and waits for the device: the sizes of what follows are needed here.
+    """Finds what goes where, in two small exchanges, and waits for the device: the sizes of transfers are needed here.
 
     The one point where a mixture of experts waits; backward knows all that it needs.
     """
-    counts = routing.counts
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts, group=group.process_group)
-    by_rank = received.view(group.size, -1)
-    send, receive = torch.stack([counts.view(group.size, -1).sum(1), by_rank.sum(1)]).tolist()
-    groups = by_rank.shape[1]
-    experts = torch.arange(groups, device=counts.device).repeat(group.size)
-    experts = experts.repeat_interleave(received, output_size=sum(receive))
+    device, size, slots = routing.order.device, group.size, routing.order.shape[0]
+    length, groups = routing.inverse.shape[0], routing.counts.shape[0] // size
+    token_of_row = routing.order.long() // routing.inverse.shape[1]
+    places = torch.arange(slots, device=device, dtype=torch.int32)
+    rank_of_row = torch.searchsorted(routing.offsets[::groups].contiguous(), places, right=True) - 1
+    goes = torch.zeros(size + 1, length, dtype=torch.bool, device=device)  # a token to a rank; dropped ones to the last
+    goes[rank_of_row, token_of_row] = True
+    goes = goes[:size]
+    own = torch.cat([routing.counts.view(size, groups).long(), goes.sum(1, keepdim=True)], 1)
+    got = torch.empty_like(own)
+    dist.all_to_all_single(got, own, group=group.process_group)
+    rows, rows_got = own[:, :-1].sum(1), got[:, :-1].sum(1)
+    of_rows, of_tokens = (
+        Counts(*each) for each in torch.stack([rows, rows_got, own[:, -1], got[:, -1]]).view(2, 2, size).tolist()
+    )
+    # The tokens for each rank, and for each row the place of its token among those.
+    place = (goes.flatten().cumsum(0) - 1).view(size, length)
+    tokens = torch.empty(size * length + 1, dtype=torch.int64, device=device)
+    tokens.scatter_(
+        0, torch.where(goes, place, size * length).flatten(), torch.arange(length, device=device).repeat(size)
+    )
+    count, received = sum(of_rows.sent), sum(of_rows.received)
+    rank_of_row, token_of_row = rank_of_row[:count], token_of_row[:count]
+    sources = place[rank_of_row, token_of_row] - _starts(own[:, -1])[rank_of_row]
+    sources = exchange_rows(sources.int(), *of_rows, group)
+    # What comes, by rank, in the order of this rank's experts.
+    experts = torch.arange(groups, device=device).repeat(size)
+    experts = experts.repeat_interleave(got[:, :-1].flatten(), output_size=received)
     order = torch.sort(experts, stable=True).indices
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    offsets = torch.zeros(groups + 1, dtype=torch.int32, device=counts.device)
-    torch.cumsum(by_rank.sum(0), 0, out=offsets[1:])
-    return Dispatch(group, send, receive, order, inverse, GroupLayout(offsets, sum(receive)), routing.order.shape[0])
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(received, device=device))
+    sources = sources + _starts(got[:, -1]).repeat_interleave(rows_got, output_size=received)
+    offsets = torch.zeros(groups + 1, dtype=torch.int32, device=device)
+    offsets[1:] = got[:, :-1].sum(0).cumsum(0)
+    return Dispatch(
+        group, routing, tokens[: sum(of_tokens.sent)], of_tokens, sources.int()[order], of_rows, order, inverse,
+        GroupLayout(offsets, received),
+    )  # fmt: skip
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Where each begins that comes after those before."""
+    return counts.cumsum(0) - counts
+
+
+def send_tokens(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Sends tokens [T, ...] to the ranks of their experts; returns what came, by rank."""
+    return exchange_rows(x.index_select(0, dispatch.tokens), *dispatch.of_tokens, dispatch.group)
 
 
 def send_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
     """Sends rows [T k, ...], sorted by all experts, to the ranks of these; returns what came, sorted, [R, ...]."""
-    x = exchange_rows(x[: sum(dispatch.sent)], dispatch.sent, dispatch.received, dispatch.group)
+    x = exchange_rows(x[: sum(dispatch.of_rows.sent)], *dispatch.of_rows, dispatch.group)
     return x.index_select(0, dispatch.order)
 
 
 def return_rows(y: Tensor, dispatch: Dispatch) -> Tensor:
     """Sends rows [R, ...] back to where they came from, [T k, ...]; those of dropped slots are 0."""
-    y = exchange_rows(y.index_select(0, dispatch.inverse), dispatch.received, dispatch.sent, dispatch.group)
-    dropped = dispatch.slots - y.shape[0]
+    y = exchange_rows(y.index_select(0, dispatch.inverse), *dispatch.of_rows.back, dispatch.group)
+    dropped = dispatch.routing.order.shape[0] - y.shape[0]
     return torch.cat([y, y.new_zeros(dropped, *y.shape[1:])]) if dropped else y
 
 
-class DispatchFunction(torch.autograd.Function):
+def returned_sums(y: Tensor, dispatch: Dispatch) -> Tensor:
+    """Sends rows [R, N] back and adds up those of each token, [T, N], as one process does."""
+    return unpermute_rows(return_rows(y, dispatch), None, dispatch.routing.inverse, dispatch.routing.offsets)
+
+
+def _spread(x: Tensor, dispatch: Dispatch) -> Tensor:
+    return send_tokens(x, dispatch).index_select(0, dispatch.source)
+
+
+class TokensFunction(torch.autograd.Function):
+    """Sends tokens to the rows of their experts, or ``back``: each is the gradient of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch, back: bool) -> Tensor:
+        ctx.dispatch, ctx.back = dispatch, back
+        return returned_sums(x, dispatch) if back else _spread(x, dispatch)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return (_spread if ctx.back else returned_sums)(dy, ctx.dispatch), None, None
+
+
+class RowsFunction(torch.autograd.Function):
     """Sends rows to their experts, or ``back``: each is the gradient of the other."""
 
     @staticmethod
@@ -132,39 +215,47 @@ class DispatchFunction(torch.autograd.Function):
         return (send_rows if ctx.back else return_rows)(dy, ctx.dispatch), None, None
 
 
-# ---- tokens that are quantized before they travel ----
+# ---- what is quantized before it travels ----
+
+Form = Literal["codes of tokens", "codes of rows", "values"]
 
 
-def sends_codes(quantizer: Quantizer) -> bool:
-    """Whether the rowwise codes of tokens say all that their operands are made of, each row by itself.
+def form_of(quantizer: Quantizer, top_k: int, ranks: int) -> Form:
+    """What dispatch sends of a token with ``top_k`` experts on ``ranks`` ranks.
 
-    So it is of formats whose codes serve both orientations, as those of one amax, of columnwise operands that are cast
-    from the rowwise one, and where none is wanted. Tiles, rotations along rows and random bits span several rows.
+    Codes, if they say all that the operands are made of, each row by itself: of formats whose codes serve both
+    orientations, of columnwise operands that are cast from the rowwise one, and where none is wanted. Tiles, rotations
+    along rows and random bits span several rows. Where a scale is of an expert, a token has other codes for each: these
+    are sent if they are fewer bytes than its values, once for each rank that has one of its experts.
     """
     row, column = quantizer.row_format, quantizer.format(COLUMNWISE)
-    if not row.quantized or row.tile or row.transform != "none" or row.rounding == "stochastic":
-        return False
-    if row.scale_rule == "given":  # the histories of experts are those of their ranks
-        return False
-    return quantizer.chained or not quantizer.columnwise or (row == column and row.symmetric)
+    one_by_one = not (row.tile or row.transform != "none" or row.rounding == "stochastic")
+    both = quantizer.chained or not quantizer.columnwise or (row == column and row.symmetric)
+    if not row.quantized or not one_by_one or not both or row.scale_rule == "given":  # whose histories are ranks'
+        return "values"
+    if row.amax_per_row or (row.block and row.scale_rule != "two_level"):
+        return "codes of tokens"
+    distinct = ranks * (1 - (1 - 1 / ranks) ** top_k)  # ranks of a token, where experts are drawn evenly
+    return "codes of rows" if top_k * (4 if row.packed else 8) < 16 * distinct else "values"
 
 
-def send_operand(sent: Operand, dispatch: Dispatch) -> Operand:
-    """Sends a rowwise operand of all experts' rows [T k, K], in one transfer; returns that of this rank's, [R, K].
+def moved(operand: Operand, dispatch: Dispatch, of_tokens: bool) -> Operand:
+    """Sends a rowwise operand of tokens [T, K] or of rows [T k, K], in one transfer; returns that of rows [R, K].
 
     What belongs to a row (codes, scales of blocks, an amax a row) travels; what belongs to an expert is on all ranks.
     """
-    fmt, layout = sent.format, dispatch.layout
+    fmt, layout = operand.format, dispatch.layout
     of_rows = [True, bool(fmt.grid or fmt.block), fmt.amax_per_row]
-    fields: list[Any] = [*sent[:3]]
-    moved = [place for place, field in enumerate(fields) if of_rows[place] and field is not None]
-    parts = [as_bytes(fields[place]) for place in moved]
-    data = send_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), dispatch)
+    fields: list[Any] = [*operand[:3]]
+    places = [place for place, field in enumerate(fields) if of_rows[place] and field is not None]
+    parts = [as_bytes(fields[place]) for place in places]
+    data = (_spread if of_tokens else send_rows)(parts[0] if len(parts) == 1 else torch.cat(parts, 1), dispatch)
     own = [field if field is None or of_rows[place] else field[dispatch.experts] for place, field in enumerate(fields)]
-    for place, part in zip(moved, data.split([part.shape[1] for part in parts], 1), strict=True):
+    for place, part in zip(places, data.split([part.shape[1] for part in parts], 1), strict=True):
         own[place] = from_bytes(part.contiguous(), fields[place])
     codes, scale_inv, amax = own
-    return Operand(codes, scale_inv, amax, fmt, sent.dim, (layout.rows, sent.shape[1]), sent.dtype, layout.offsets)
+    shape = layout.rows, operand.shape[1]
+    return Operand(codes, scale_inv, amax, fmt, operand.dim, shape, operand.dtype, layout.offsets)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -185,20 +276,20 @@ class ExpertParallel(Experts):
         """Casts tokens and sends them, or sends them and casts."""
         if tokens is None:
             return super()._cast(cast, x, None, delayed_call, *scale)
-        quantizer, dispatch = cast.quantizers[0], self.dispatch
-        if not sends_codes(quantizer):
-            rows = permute_rows(as_matrix(x), None, tokens.routing.inverse, tokens.routing.offsets)
-            return cast.of_groups(send_rows(rows, dispatch), self.layout.offsets, delayed_call)
-        rowwise = RoleCasts([quantizer.with_usage(rowwise=True, columnwise=False)], cast.kinds, "")
-        amax = self._amax(quantizer, x, tokens)
-        row = send_operand(cast_tokens(rowwise, x, *tokens, None, amax).along(ROWWISE), dispatch)
+        x, quantizer, dispatch = as_matrix(x), cast.quantizers[0], self.dispatch
+        form = form_of(quantizer, tokens.routing.inverse.shape[1], dispatch.group.size)
+        if form == "values":
+            received = send_tokens(x, dispatch)
+            return cast_tokens(cast, received, dispatch.source, self.layout.offsets, delayed_call)
+        rowwise, amax = RoleCasts([quantizer.with_usage(rowwise=True, columnwise=False)], cast.kinds, ""), None
+        if form == "codes of tokens":
+            (operands,) = rowwise([x], None)
+        else:
+            offsets = tokens.routing.offsets
+            (amax,) = all_reduce_max([gathered_amax(x, tokens.rows, offsets)], dispatch.group)
+            operands = cast_tokens(rowwise, x, tokens.rows, offsets, None, amax)
+        row = moved(operands.along(ROWWISE), dispatch, form == "codes of tokens")
         return self._both(quantizer, cast.kinds, row, amax)
-
-    def _amax(self, quantizer: Quantizer, x: Tensor, tokens: Tokens) -> Tensor | None:
-        """The largest amax of each expert's rows on any rank, fp32 [E], where its scale comes from one."""
-        if not any(fmt.needs_amax and not fmt.amax_per_row for fmt, _ in quantizer.casts[:1]):
-            return None
-        return all_reduce_max([gathered_amax(x, tokens.rows, tokens.routing.offsets)], self.dispatch.group)[0]
 
     def _both(self, quantizer: Quantizer, kinds: Sequence[str], row: Operand, amax: Tensor | None) -> Quantized:
         """The operands that ``quantizer`` makes of the values that a rowwise one came from."""
@@ -216,6 +307,4 @@ class ExpertParallel(Experts):
         return Quantized(row, column._replace(dtype=row.dtype))
 
     def _summed(self, rows: Tensor, tokens: Tokens | None) -> Tensor:
-        if tokens is None:
-            return rows
-        return super()._summed(return_rows(rows, self.dispatch), tokens)
+        return rows if tokens is None else returned_sums(rows, self.dispatch)

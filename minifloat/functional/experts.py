@@ -18,14 +18,14 @@ from minifloat.functional.grouped import GroupLayout, joined, joined_for_dgrad
 from minifloat.functional.linear import LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm_activation import VALUES, Activation, measures_amax, one_format
 from minifloat.functional.quantize import RoleCasts, delayed_scale, values_of
-from minifloat.functional.router import Routing
+from minifloat.functional.router import Routing, permute, unpermute
 from minifloat.functional.spec import Given, Spec
 from minifloat.functional.weight_source import Product, WeightSource, computed, into_main_grad, is_old, written
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
 from minifloat.ops.activation import grouped_activation, grouped_activation_backward, out_columns
 from minifloat.ops.grouped import gathered_amax, grouped_sum
-from minifloat.ops.permute import permute_rows, unpermute_rows
+from minifloat.ops.permute import unpermute_rows
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Amaxes, as_matrix
 from minifloat.tensor import QuantizedTensor
@@ -80,7 +80,7 @@ class Experts(Exchange):
     ) -> Quantized:
         if tokens is None:
             return cast.of_groups(x, self.layout.offsets, delayed_call, *scale)
-        return cast_tokens(cast, x, *tokens, delayed_call)
+        return cast_tokens(cast, x, tokens.rows, tokens.routing.offsets, delayed_call)
 
     def _summed(self, rows: Tensor, tokens: Tokens | None) -> Tensor:
         """The rows, or for each token the sum of its own."""
@@ -118,9 +118,25 @@ class Experts(Exchange):
 
 
 class LocalExperts(NamedTuple):
-    """Experts that are all on this rank: rows are where they are needed. ``layout``: which are of which expert."""
+    """Experts that are all on this rank: rows are where they are needed.
+
+    Attributes:
+        layout: rows of each expert.
+        routing: that of the tokens, if these are given.
+    """
 
     layout: GroupLayout
+    routing: Routing | None = None
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Tokens [T, K] to the rows of their experts."""
+        assert self.routing is not None
+        return permute(x, self.routing)
+
+    def gather(self, y: Tensor) -> Tensor:
+        """Rows of experts to the sums of each token's."""
+        assert self.routing is not None
+        return unpermute(y, self.routing)
 
     def send(self, x: Tensor) -> Tensor:
         """Rows of tokens, sorted by expert, where these are."""
@@ -136,20 +152,20 @@ class LocalExperts(NamedTuple):
 
 
 def cast_tokens(
-    cast: RoleCasts, x: Tensor, routing: Routing, rows: Tensor, delayed_call: DelayedCall | None,
+    cast: RoleCasts, x: Tensor, rows: Tensor, offsets: Tensor, delayed_call: DelayedCall | None,
     amax: Tensor | None = None,
 ) -> Quantized:  # fmt: skip
-    """Makes the operands of ``permute(x, routing)`` for tokens ``x`` [T, K]; where kernels can, that is never written.
+    """Makes the operands of the groups of ``x[rows]``, of tokens ``x`` [T, K]; where kernels can, it is never written.
 
     Args:
-        rows: int32 [T k], the token of each row.
+        rows: int32 [M], the token of each row.
         amax: of each group, fp32 [G], if it is known.
     """
-    quantizer, offsets = cast.quantizers[0], routing.offsets
+    quantizer = cast.quantizers[0]
     one_amax = measures_amax(quantizer)
     from_tokens = one_amax and one_format(quantizer) is not None and cast.prepared.columns_k_major
     if not from_tokens and not casts_in_kernel(cast):
-        return cast.of_groups(permute_rows(x, None, routing.inverse, offsets), offsets, delayed_call, amax=amax)
+        return cast.of_groups(x.index_select(0, rows), offsets, delayed_call, amax=amax)
     if one_amax and amax is None:
         amax = gathered_amax(x, rows, offsets)
     return cast.of_groups(x, offsets, delayed_call, amax=amax, rows=rows)

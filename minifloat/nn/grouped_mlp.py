@@ -20,7 +20,7 @@ from minifloat.functional.expert_parallel import Dispatch, dispatch_of
 from minifloat.functional.experts import GroupedMLPCall, GroupedMLPFunction, LocalExperts, Tokens
 from minifloat.functional.grouped import GroupLayout, check_groups, layout_of
 from minifloat.functional.norm_activation import Activation, activate
-from minifloat.functional.router import Routing, permute, permute_probabilities, unpermute
+from minifloat.functional.router import Routing, permute_probabilities, unpermute
 from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_call import compiles_backward, run_eager
@@ -147,28 +147,32 @@ class GroupedMLP(parts.LayerOfParts):
     ) -> Tensor:
         if self.ep_group.size > 1 and torch.compiler.is_compiling():  # the host waits for how many rows come
             return run_eager(GroupedMLP._forward_tokens, self, x, routing, is_first_microbatch, probabilities)
-        there = self._dispatch(routing)
+        there = self._dispatch(x, routing)
         if self._adds_to_results:
-            y = self.forward(there.send(permute(x, routing)), there.layout, is_first_microbatch)
+            y = self.forward(there.spread(x), there.layout, is_first_microbatch)
             return unpermute(there.collect(y), routing, probabilities)
         own = None if probabilities is None else there.send(permute_probabilities(probabilities, routing))
         recipes = self._fused(is_first_microbatch)
         if recipes is None or x.dim() != 2 or x.shape[0] != routing.inverse.shape[0]:  # of which ``permute`` tells
-            y = self.forward(there.send(permute(x, routing)), there.layout, is_first_microbatch, own)
-            return unpermute(there.collect(y), routing)
+            return there.gather(self.forward(there.spread(x), there.layout, is_first_microbatch, own))
         check_groups(there.layout, self.num_experts // self.ep_group.size, self)
         return self._run(x, there, is_first_microbatch, own, routing, *recipes)
 
-    def _dispatch(self, routing: Routing) -> LocalExperts | Dispatch:
+    def _dispatch(self, x: Tensor, routing: Routing) -> LocalExperts | Dispatch:
         """Finds where rows go.
 
         Raises:
-            ValueError: delayed scaling under ``ep_group``.
+            ValueError: delayed scaling under ``ep_group``, or other tokens than the routing has.
             RuntimeError: a CUDA graph is captured, and the host would have to wait.
         """
         if self.ep_group.size == 1:
-            return LocalExperts(GroupLayout(routing.offsets, routing.order.shape[0]))
+            return LocalExperts(GroupLayout(routing.offsets, routing.order.shape[0]), routing)
         check_groups(GroupLayout(routing.offsets, 0), self.num_experts, self)
+        if x.dim() != 2 or x.shape[0] != routing.inverse.shape[0]:
+            raise ValueError(
+                f"{self._label}: the input is {shown(x)}; the routing is of {routing.inverse.shape[0]} tokens, and "
+                f"[{routing.inverse.shape[0]}, {self.hidden_size}] is needed"
+            )
         for fc in (self.fc1, self.fc2):
             recipe = linear_call.recipe_in_force(fc) if isinstance(fc, GroupedLinear) else None
             if recipe is not None and fc._config(recipe).delayed is not None:
