@@ -80,7 +80,7 @@ NAMES: dict[str, str] = {
         "fp8_gemm_dgrad fp8_gemm_wgrad nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
         "quantization_alignment tensor_type row_format columnwise_source logits target hidden weight t freqs "
         "quantizer shards group part x w dy out_dtype betas rows xs params "
-        "indices routing y score_function groups etp_reduction layer layout blocks offsets"
+        "indices routing y score_function drop_policy groups etp_reduction layer layout blocks offsets"
     ),
     "bool?": "quantize_weights bottom_right_diagonal enc_dec_bottom_right_diagonal",
     "size": (
@@ -101,7 +101,7 @@ NAMES: dict[str, str] = {
     ),
     "at least 0?": "expert_bias_rate",
     "above 0": "rotary_base block_scale_max scaling_factor",
-    "above 0?": "softmax_scale softcap seq_len_interpolation_factor",
+    "above 0?": "capacity_factor softmax_scale softcap seq_len_interpolation_factor",
     "fraction": "attention_dropout hidden_dropout label_smoothing",
     "at least 0, or inf": "max_norm",
     "text": "module_type",

@@ -7,6 +7,7 @@ rows is always T k, and how many of them each expert has is known to the device 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from minifloat.functional.autograd import apply, exporting, first_order, guarded
 from minifloat.ops.permute import check_indices, checked_indices, permute_rows, unpermute_rows, unpermute_rows_backward
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+DropPolicy = Literal["probs", "position"]
 
 _TINY = 1e-20
 """Added to a sum of scores that others are divided by; DeepSeek-V3's."""
@@ -147,6 +149,46 @@ def count_experts(indices: Tensor, num_experts: int) -> Tensor:
     flat = indices.reshape(-1)
     flat = torch.where(flat < 0, num_experts, flat)
     return flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+
+
+# ---- capacity ----
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bound of the tokens that an expert takes: of T tokens with k of E experts each ``ceil(T k / E * factor)``.
+
+    Where more have chosen it, ``policy`` says whom it takes: those of the largest probabilities, or the first ones.
+    """
+
+    factor: float
+    policy: DropPolicy = "probs"
+
+    def drop(
+        self, probabilities: Tensor, indices: Tensor, num_experts: int, token_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Sets the choices [T, k] that find no room to probability 0 and index -1; the others keep theirs.
+
+        Only the tokens of ``token_mask``, bool [T], count for T; the indices of others are -1. Of equal probabilities
+        the first token's is the larger, and NaN is the largest.
+        """
+        flat = indices.reshape(-1)
+        order = torch.arange(flat.shape[0], device=flat.device)
+        if self.policy == "probs":
+            order = torch.sort(probabilities.detach().reshape(-1), descending=True, stable=True).indices
+        experts, by_expert = torch.sort(torch.where(flat < 0, num_experts, flat)[order], stable=True)
+        firsts = torch.searchsorted(experts, torch.arange(num_experts + 1, device=flat.device))
+        place = torch.arange(flat.shape[0], device=flat.device) - firsts[experts]  # among those of the same expert
+        room = self._room(indices, num_experts, token_mask)
+        keep = torch.empty_like(flat, dtype=torch.bool).scatter_(0, order[by_expert], place < room).view_as(indices)
+        return torch.where(keep, probabilities, 0.0), torch.where(keep, indices, -1)
+
+    def _room(self, indices: Tensor, num_experts: int, token_mask: Tensor | None) -> Tensor | int:
+        """Tokens that an expert takes; on the device where only that knows how many there are."""
+        tokens, k = indices.shape
+        if token_mask is None:
+            return math.ceil(tokens * k / num_experts * self.factor)
+        return (token_mask.sum().double() * k / num_experts * self.factor).ceil()
 
 
 # ---- losses ----

@@ -20,6 +20,8 @@ from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype, autocast_off
 from minifloat.functional.gemm import multiply_values
 from minifloat.functional.router import (
+    Capacity,
+    DropPolicy,
     ScoreFunction,
     Selection,
     choose_experts,
@@ -37,7 +39,8 @@ class RouterOutput(NamedTuple):
 
     Attributes:
         probabilities: [T, k], fp32.
-        indices: int64 [T, k]: the experts of each token, the one of the largest score first; -1 for masked tokens.
+        indices: int64 [T, k]: the experts of each token, the one of the largest score first; -1 for masked tokens and
+            for choices that found no room, whose probabilities are 0.
         loss: fp32, to be added to the model's: the auxiliary losses times their coefficients.
     """
 
@@ -74,6 +77,11 @@ class TopKRouter(nn.Module):
         z_loss_coefficient: of the mean of ``logsumexp(logits)^2``.
         expert_bias_rate: balance without a loss (DeepSeek-V3): the buffer ``expert_bias``, fp32 [E], is added to the
             scores for the choice alone, and each :meth:`update_expert_bias` changes it by as much. None: no bias.
+        capacity_factor: an expert takes ``ceil(T k / E * capacity_factor)`` tokens at most, in evaluation too; choices
+            beyond are dropped, as Megatron's ``moe_expert_capacity_factor`` does it without padding: their indices are
+            -1, and the other probabilities of the token stay as they are. The loss and the counts of
+            ``expert_bias_rate`` know all choices. None: nothing is dropped.
+        drop_policy: whom a full expert takes: "probs" the tokens of the largest probabilities, "position" the first.
         bias: the linear has a bias [E].
         logits_dtype: in which the linear multiplies; None: the dtype of the input, or of ``torch.autocast``.
         init_method: fills the weight [E, H] in place; default: as ``nn.Linear``. The bias starts at 0.
@@ -104,6 +112,8 @@ class TopKRouter(nn.Module):
         aux_loss_coefficient: NonNegativeFloat = 0.0,
         z_loss_coefficient: NonNegativeFloat = 0.0,
         expert_bias_rate: NonNegativeFloat | None = None,
+        capacity_factor: PositiveFloat | None = None,
+        drop_policy: DropPolicy = "probs",
         bias: bool = False,
         logits_dtype: FloatDtype | None = torch.float32,
         init_method: InitMethod | None = None,
@@ -118,6 +128,7 @@ class TopKRouter(nn.Module):
             scaling_factor,
         )  # fmt: skip
         self._check(num_groups, group_top_k)
+        self.capacity = None if capacity_factor is None else Capacity(capacity_factor, drop_policy)
         self.aux_loss_coefficient, self.z_loss_coefficient = aux_loss_coefficient, z_loss_coefficient
         self.expert_bias_rate, self.logits_dtype, self.init_method = expert_bias_rate, logits_dtype, init_method
         dtype = one_dtype(self._label, dtype, params_dtype)
@@ -207,6 +218,9 @@ class TopKRouter(nn.Module):
                 loss = loss + self.z_loss_coefficient * z_loss(logits, counts, self.selection, mask)
             if counting and self.expert_counts is not None:
                 self.expert_counts.add_(counts)
+            if self.capacity is not None:
+                self._check_batch_invariance()
+                probabilities, indices = self.capacity.drop(probabilities, indices, self.num_experts, mask)
         return RouterOutput(probabilities, indices, loss)
 
     def _checked_mask(self, x: Tensor, token_mask: Tensor | None) -> Tensor | None:
@@ -246,6 +260,13 @@ class TopKRouter(nn.Module):
         operands = (x, self.weight) if own else (x.to(dtype), self.weight.to(dtype))
         logits = multiply_values(*operands, dtype)
         return (logits if self.bias is None else logits + self.bias.to(dtype)).float()
+
+    def _check_batch_invariance(self) -> None:
+        if used.batch_invariant and is_batch_invariant():
+            raise ValueError(
+                f"{self._label}: capacity_factor drops choices by those of other tokens, which "
+                "autocast(batch_invariant=True) excludes; set router.capacity = None, or leave that option out"
+            )
 
     @checked
     @torch.no_grad()
@@ -301,4 +322,6 @@ class TopKRouter(nn.Module):
         parts += ["score_before_top_k=False"] * (not how.score_before_top_k)
         parts += ["normalize_top_k=True"] * how.normalize_top_k
         parts += [f"num_groups={how.num_groups}, group_top_k={how.group_top_k}"] * (how.num_groups > 1)
+        if (capacity := self.capacity) is not None:
+            parts.append(f"capacity_factor={capacity.factor}, drop_policy={capacity.policy!r}")
         return ", ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import minifloat
 from minifloat.functional.norm_activation import Activation, activate
-from minifloat.nn import GroupedLinear, Linear, MoE, TransformerLayer, router_losses
+from minifloat.nn import GroupedLinear, Linear, MoE, TopKRouter, TransformerLayer, router_losses
 from minifloat.nn.moe import LayerNormMoE
 from tests.helpers.sample import each_once, first_by_default
 
@@ -139,6 +140,23 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
     assert not y[1, 1:].any() and y[0].any() and y[1, 0].any()
     with pytest.raises(ValueError, match=r"token_mask is .*; bools of shape \(2, 3\) are needed"):
         moe(x, token_mask=mask.t())
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_dropped_choices_add_nothing(recipe: str) -> None:
+    """To Y and to gradients; a token whose choices are all dropped gets 0."""
+    x, dy, found = torch.randn(23, H).to(BF16), torch.randn(23, H).to(BF16), []
+    moe = make(recipe, router=TopKRouter(H, E, K, capacity_factor=0.5, dtype=BF16))
+    for module in (moe, Loop(moe, recipe)):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.backward(dy)
+        found.append([y, leaf.grad, module.router.weight.grad])  # type: ignore[union-attr]
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1:], found[1][1:])
+    gone = (moe.router(x).indices < 0).all(1)
+    assert gone.any() and not gone.all() and not found[0][0][gone].any()
+    assert moe.expert_counts is not None and int(moe.expert_counts.max()) == math.ceil(23 * K / E * 0.5)
 
 
 class OneBased(nn.Module):

@@ -38,7 +38,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "groups, by logits": {"num_groups": 2, "group_top_k": 1, "score_before_top_k": False},
 }  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "capacity": {"capacity_factor": 0.75, "expert_bias_rate": 0.5},
+    "capacity by position": {"capacity_factor": 0.75, "drop_policy": "position", "normalize_top_k": True},
+}
+"""Options by which a token's experts do not follow from the token alone."""
+ALL = OPTIONS | MORE
 FOR_EACH_OPTION = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
+FOR_ALL_OPTIONS = pytest.mark.parametrize("options", list(ALL.values()), ids=list(ALL))
 
 
 def made(experts: int = 8, k: int = 2, device: torch.device | str = "cpu", **options: Any) -> TopKRouter:
@@ -119,7 +126,7 @@ def test_against_a_loop(options: dict[str, Any], k: int, device: torch.device) -
     assert got.loss.item() == pytest.approx(0.25 * balance + 0.125 * z, rel=1e-5)
 
 
-@FOR_EACH_OPTION
+@FOR_ALL_OPTIONS
 def test_gradcheck(options: dict[str, Any]) -> None:
     """Of everything that has gradients, in float64."""
     router = made(8, 2, dtype=torch.float64, logits_dtype=torch.float64, **options, **LOSSES)
@@ -294,6 +301,63 @@ def test_what_masked_tokens_hold_reaches_no_gradient(
         assert torch.equal(mine, expected) and mine.isfinite().all() and expected.any()
 
 
+# ---- capacity ----
+
+
+def kept(probabilities: Tensor, indices: Tensor, policy: str, room: int) -> list[list[bool]]:
+    """Which choices find room, by a loop over experts."""
+    keep = [[False] * indices.shape[1] for _ in indices]
+    for expert in set(indices.flatten().tolist()) - {-1}:
+        slots = [(t, j) for t, row in enumerate(indices.tolist()) for j, each in enumerate(row) if each == expert]
+        if policy == "probs":
+            slots.sort(key=lambda slot: -probabilities[slot].item())
+        for t, j in slots[:room]:
+            keep[t][j] = True
+    return keep
+
+
+@each_twice
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("factor", [0.01, 0.75, 1.0, 8.0])
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_full_experts_drop(policy: str, factor: float, masked: bool, device: torch.device) -> None:
+    """Loss, counts and gradients know all choices; masked tokens do not count for the room."""
+    options = {"normalize_top_k": True, "expert_bias_rate": 0.5, **LOSSES}
+    full = made(8, 3, device, **options)
+    router = TopKRouter(H, 8, 3, capacity_factor=factor, drop_policy=policy, **options).to(device)  # type: ignore[arg-type]
+    router.load_state_dict(full.state_dict())
+    x = torch.randn(31, H, device=device)
+    x[7] = x[3]  # of equal probabilities the first is taken
+    mask = torch.arange(31, device=device) % 4 != 1 if masked else None
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    got, want = router(leaves[0], mask), full(leaves[1], mask)
+    tokens = 31 if mask is None else int(mask.sum())
+    keep = torch.tensor(
+        kept(want.probabilities, want.indices, policy, math.ceil(tokens * 3 / 8 * factor)), device=device
+    )
+    assert torch.equal(got.indices, want.indices.where(keep, -1)) and keep.any()
+    assert torch.equal(got.probabilities, want.probabilities.where(keep, 0))
+    assert (keep | (want.indices < 0)).all() == (factor == 8)
+    assert torch.equal(got.loss, want.loss) and torch.equal(router.expert_counts, full.expert_counts)  # type: ignore[arg-type]
+    dp = torch.randn_like(got.probabilities)
+    ((got.probabilities * dp).sum() + got.loss).backward()
+    ((want.probabilities * dp.where(keep, 0)).sum() + want.loss).backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)  # type: ignore[arg-type]
+    assert torch.equal(router.weight.grad, full.weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_capacity_is_none_of_one_token_alone() -> None:
+    router, x = made(capacity_factor=1.0), torch.randn(3, H)
+    with (
+        minifloat.autocast(batch_invariant=True),
+        pytest.raises(ValueError, match=r"TopKRouter.*router\.capacity = None"),
+    ):
+        router(x)
+    router.capacity = None
+    with minifloat.autocast(batch_invariant=True):
+        assert torch.equal(router(x).indices[:1], router(x[:1]).indices)
+
+
 # ---- dtypes ----
 
 
@@ -408,15 +472,15 @@ def test_ranks_sum_their_counts(worker_pool: Pools, wrap: str) -> None:
 
 
 @first_by_default
-@pytest.mark.parametrize("name", sorted(OPTIONS, key=lambda name: name != "groups"))
+@pytest.mark.parametrize("name", sorted(ALL, key=lambda name: name != "groups"))
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled(name: str) -> None:
     """In one graph for any number of tokens, counts included."""
-    router = made(**OPTIONS[name], **LOSSES)
+    router = made(**ALL[name], **LOSSES)
     compiled = torch.compile(router, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (4, 7):
         x = torch.randn(tokens, H, requires_grad=True)
-        mask = torch.arange(tokens) != 2
+        mask = None if "position" in name else torch.arange(tokens) != 2
         results = []
         for call in (router, compiled):
             if router.expert_counts is not None:
@@ -429,13 +493,14 @@ def test_compiled(name: str) -> None:
             torch.testing.assert_close(traced, eager)
 
 
-@FOR_EACH_OPTION
+@FOR_ALL_OPTIONS
 def test_no_value_is_read_by_the_host(options: dict[str, Any]) -> None:
     """Fake tensors have none; the number of tokens is a symbol."""
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         router = TopKRouter(H, 8, 2, **options, **LOSSES)
         x = mode.from_tensor(torch.ones(6, H), static_shapes=False).requires_grad_()
-        probabilities, indices, loss = router(x, mode.from_tensor(torch.ones(6, dtype=torch.bool)))
+        mask = None if "drop_policy" in options else mode.from_tensor(torch.ones(6, dtype=torch.bool))
+        probabilities, indices, loss = router(x, mask)
         (probabilities.sum() + loss).backward()
         if router.expert_bias is not None:
             router.update_expert_bias()
@@ -443,7 +508,7 @@ def test_no_value_is_read_by_the_host(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@FOR_EACH_OPTION
+@FOR_ALL_OPTIONS
 def test_no_synchronization_on_a_gpu(options: dict[str, Any]) -> None:
     """And runs repeat to the bit."""
     router = made(256, 8, "cuda", **options, **LOSSES)
@@ -465,8 +530,9 @@ def test_no_synchronization_on_a_gpu(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"token_mask": torch.zeros(0, dtype=torch.bool)}])
-def test_no_tokens(options: dict[str, Any]) -> None:
-    router = made(expert_bias_rate=0.5, **LOSSES)
+@pytest.mark.parametrize("capacity", [{}, {"capacity_factor": 1.5}])
+def test_no_tokens(options: dict[str, Any], capacity: dict[str, Any]) -> None:
+    router = made(expert_bias_rate=0.5, **capacity, **LOSSES)
     x = torch.zeros(0, H, requires_grad=True)
     probabilities, indices, loss = router(x, **options)
     assert probabilities.shape == indices.shape == (0, 2) and loss.item() == 0
