@@ -91,13 +91,14 @@ NAMES: dict[str, str] = {
         "shared_ffn_hidden_size kv_channels num_gqa_groups pretrained_max_position_embeddings chunk_rows classes "
         "num_groups group_top_k"
     ),
-    "count": "in_features out_features block smallest max_seq_len offset prefetch",
+    "count": "in_features out_features block smallest max_seq_len offset prefetch seq_dim",
     "count?": "layer_number prefetch_bytes",
     "int": "ignore_index",
     "int?": "padding_idx",
     "small int": "margin",
     "at least 0": (
-        "eps layernorm_epsilon qk_norm_eps amax_epsilon lr weight_decay aux_loss_coefficient z_loss_coefficient"
+        "eps layernorm_epsilon qk_norm_eps amax_epsilon lr weight_decay aux_loss_coefficient z_loss_coefficient "
+        "seq_aux_loss_coefficient global_aux_loss_coefficient"
     ),
     "at least 0?": "expert_bias_rate",
     "above 0": "rotary_base block_scale_max scaling_factor",
@@ -110,7 +111,7 @@ NAMES: dict[str, str] = {
     "callable?": "init_method output_layer_init_method filter_fn scaling_factor_compute_algo amax_compute_algo",
     "object?": (
         "recipe device dtype params_dtype reduce_dtype parallel_mode parameters_split tp_group tp_mesh etp_group "
-        "expert_etp_group "
+        "expert_etp_group aux_loss_group "
         "fused_parts activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy "
         "offload_policy ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
         "moe router noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"

@@ -8,6 +8,7 @@ rows is always T k, and how many of them each expert has is known to the device 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -145,10 +146,11 @@ class _Pick(torch.autograd.Function):
 
 
 def count_experts(indices: Tensor, num_experts: int) -> Tensor:
-    """Counts how many of ``indices`` each expert is, int64 [E]; -1 is none."""
-    flat = indices.reshape(-1)
+    """Counts how many of ``indices`` [..., T, k] each expert is, int64 [..., E]; -1 is none."""
+    flat = indices.flatten(-2)
     flat = torch.where(flat < 0, num_experts, flat)
-    return flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+    sizes = *flat.shape[:-1], num_experts + 1
+    return flat.new_zeros(sizes).scatter_add_(-1, flat, torch.ones_like(flat))[..., :num_experts]
 
 
 # ---- capacity ----
@@ -201,16 +203,45 @@ def load_balancing_loss(scores: Tensor, counts: Tensor, how: Selection, token_ma
     the scores of all experts. Switch Transformers (Fedus et al. 2021), for k choices as DeepSeek-V3 (2024) has it.
 
     Args:
-        scores: those of :class:`Choice`, [T, E].
-        counts: int [E], how often each expert was chosen.
-        token_mask: bool [T], which tokens count; all without one.
+        scores: those of :class:`Choice`, [..., T, E].
+        counts: int [..., E], how often each expert was chosen. If also by tokens that others have, the result is a sum
+            over this rank's tokens, and those of all ranks add up to the loss of all tokens (Qiu et al. 2025).
+        token_mask: bool [..., T], which tokens count; all without one.
+
+    Returns:
+        [...], a loss of each group of tokens.
     """
-    total = counts.sum().clamp(min=1).to(scores.dtype)
+    total = counts.sum(-1).clamp(min=1).to(scores.dtype)
     shares = scores if how.score_before_top_k else how.scores(scores)
     if how.score_function != "softmax":  # whose rows sum up to 1
         shares = shares / (shares.sum(-1, keepdim=True) + _TINY)
-    sums = _of_tokens(shares, token_mask).sum(0)
-    return (counts.to(scores.dtype) / total * sums).sum() * (scores.shape[1] * how.top_k) / total
+    sums = _of_tokens(shares, token_mask).sum(-2)
+    return (counts.to(scores.dtype) / total[..., None] * sums).sum(-1) * (scores.shape[-1] * how.top_k) / total
+
+
+def sequence_loss(
+    choice: Choice, how: Selection, token_mask: Tensor | None, sizes: Sequence[int], seq_dim: int
+) -> Tensor:
+    """Computes the mean over sequences of the load balancing loss of each: DeepSeek-V2 (2024), Megatron's seq_aux_loss.
+
+    Args:
+        choice: of T tokens.
+        token_mask: bool [T]; a sequence none of whose tokens counts does not count either.
+        sizes: shape of the tokens, whose product is T.
+        seq_dim: which of these dims has the tokens of a sequence; the others are of sequences.
+    """
+    scores, indices = (_sequences(each, sizes, seq_dim) for each in (choice.scores, choice.indices))
+    mask = None if token_mask is None else _sequences(token_mask, sizes, seq_dim)
+    counts = count_experts(indices, scores.shape[-1])
+    losses = load_balancing_loss(scores, counts, how, mask)
+    return losses.sum() / counts.any(-1).sum().clamp(min=1).to(losses.dtype)
+
+
+def _sequences(x: Tensor, sizes: Sequence[int], seq_dim: int) -> Tensor:
+    """Brings ``x`` [T, ...] into [sequences, tokens of each, ...]."""
+    last = len(sizes) - 1
+    apart = x.reshape(*sizes, *x.shape[1:]).movedim(seq_dim, last)
+    return apart.flatten(0, last - 1) if last else apart[None]
 
 
 def z_loss(logits: Tensor, counts: Tensor, how: Selection, token_mask: Tensor | None) -> Tensor:
@@ -220,10 +251,10 @@ def z_loss(logits: Tensor, counts: Tensor, how: Selection, token_mask: Tensor | 
 
 
 def _of_tokens(x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Sets ``x`` [T, ...] to 0 where a token does not count."""
+    """Sets ``x``, of the shape of the mask or of one dim more, to 0 where a token does not count."""
     if token_mask is None:
         return x
-    return torch.where(token_mask.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
+    return torch.where(token_mask if token_mask.dim() == x.dim() else token_mask[..., None], x, 0.0)
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.arguments import Device, FloatDtype, NonNegativeFloat, PositiveFloat, Size, checked, shown
+from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, PositiveFloat, Size, checked, shown
 from minifloat.autocast import is_batch_invariant, used
 from minifloat.comm import dtensor_ddp
 from minifloat.comm.collectives import all_reduce
@@ -21,6 +21,7 @@ from minifloat.functional.autograd import autocast_dtype, autocast_off
 from minifloat.functional.gemm import multiply_values
 from minifloat.functional.router import (
     Capacity,
+    Choice,
     DropPolicy,
     ScoreFunction,
     Selection,
@@ -28,6 +29,7 @@ from minifloat.functional.router import (
     count_experts,
     load_balancing_loss,
     multiply_in_fp32,
+    sequence_loss,
     z_loss,
 )
 from minifloat.nn.options import InitMethod, check_meta, check_tensor, initialize, one_dtype
@@ -73,7 +75,14 @@ class TopKRouter(nn.Module):
             ``group_top_k`` whose two best scores have the largest sum.
         scaling_factor: what probabilities are multiplied by at last.
         aux_loss_coefficient: of the load balancing loss ``E sum_e f_e P_e``: f_e is the part of all choices that expert
-            e is, P_e the mean of its share in the scores of a token.
+            e is, P_e the mean of its share in the scores of a token; of the tokens of a forward on this rank.
+        seq_aux_loss_coefficient: of the mean over sequences of the same loss of each, Megatron's ``seq_aux_loss``.
+        seq_dim: the dim of the input [..., H] that has the tokens of a sequence: 0 of [sequence, batch, H].
+        global_aux_loss_coefficient: of the same loss with choices counted over ``aux_loss_group``, Megatron's
+            ``global_aux_loss``: the mean of it over the ranks, as data parallelism takes it of gradients, is the loss
+            of all their tokens. All ranks must call a forward in training; in evaluation none waits for another, and
+            the loss is of this rank's tokens.
+        aux_loss_group: the ranks that have other tokens; None: this rank alone.
         z_loss_coefficient: of the mean of ``logsumexp(logits)^2``.
         expert_bias_rate: balance without a loss (DeepSeek-V3): the buffer ``expert_bias``, fp32 [E], is added to the
             scores for the choice alone, and each :meth:`update_expert_bias` changes it by as much. None: no bias.
@@ -110,6 +119,10 @@ class TopKRouter(nn.Module):
         group_top_k: Size | None = None,
         scaling_factor: PositiveFloat = 1.0,
         aux_loss_coefficient: NonNegativeFloat = 0.0,
+        seq_aux_loss_coefficient: NonNegativeFloat = 0.0,
+        seq_dim: Count = 0,
+        global_aux_loss_coefficient: NonNegativeFloat = 0.0,
+        aux_loss_group: Group | ProcessGroup | DeviceMesh | None = None,
         z_loss_coefficient: NonNegativeFloat = 0.0,
         expert_bias_rate: NonNegativeFloat | None = None,
         capacity_factor: PositiveFloat | None = None,
@@ -130,6 +143,9 @@ class TopKRouter(nn.Module):
         self._check(num_groups, group_top_k)
         self.capacity = None if capacity_factor is None else Capacity(capacity_factor, drop_policy)
         self.aux_loss_coefficient, self.z_loss_coefficient = aux_loss_coefficient, z_loss_coefficient
+        self.seq_aux_loss_coefficient, self.seq_dim = seq_aux_loss_coefficient, seq_dim
+        self.global_aux_loss_coefficient = global_aux_loss_coefficient
+        self.aux_loss_group = Group.of(aux_loss_group)
         self.expert_bias_rate, self.logits_dtype, self.init_method = expert_bias_rate, logits_dtype, init_method
         dtype = one_dtype(self._label, dtype, params_dtype)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
@@ -196,32 +212,57 @@ class TopKRouter(nn.Module):
         check_tensor(x, self)
         check_meta(x, self, self._parameters.get("weight"))
         mask = self._checked_mask(x, token_mask)
+        sizes = x.shape[:-1]
         if mask is not None:  # NaN of padding would reach the gradient of the weight, as 0 times NaN
             x = x.reshape(-1, self.hidden_size).masked_fill(~mask[:, None], 0.0)
         dtype = autocast_dtype(x) if self.logits_dtype is None else self.logits_dtype
         with autocast_off(x):
             logits = self._logits(x, dtype)
-            probabilities, indices, scores = choose_experts(logits, self.selection, self.expert_bias)
+            choice = choose_experts(logits, self.selection, self.expert_bias)
             if mask is not None:
-                indices = indices.masked_fill(~mask[:, None], -1)
-                probabilities = torch.where(mask[:, None], probabilities, 0.0)
+                indices = choice.indices.masked_fill(~mask[:, None], -1)
+                choice = Choice(torch.where(mask[:, None], choice.probabilities, 0.0), indices, choice.scores)
             counting = self.expert_counts is not None and self.training and not recomputes()  # no choice counts twice
             if counting:
                 dtensor_ddp.keep_histories()
             loss = logits.new_zeros(())
-            if counting or self.aux_loss_coefficient or self.z_loss_coefficient:
-                counts = count_experts(indices, self.num_experts)
-            if self.aux_loss_coefficient:
-                balance = load_balancing_loss(scores, counts, self.selection, mask)
-                loss = loss + self.aux_loss_coefficient * balance
-            if self.z_loss_coefficient:
-                loss = loss + self.z_loss_coefficient * z_loss(logits, counts, self.selection, mask)
+            if counting or self._has_loss:
+                counts = count_experts(choice.indices, self.num_experts)
+            if self._has_loss:
+                loss = self._loss(logits, choice, counts, mask, sizes)
             if counting and self.expert_counts is not None:
                 self.expert_counts.add_(counts)
+            probabilities, indices, _ = choice
             if self.capacity is not None:
                 self._check_batch_invariance()
                 probabilities, indices = self.capacity.drop(probabilities, indices, self.num_experts, mask)
         return RouterOutput(probabilities, indices, loss)
+
+    @property
+    def _has_loss(self) -> bool:
+        balance = self.aux_loss_coefficient or self.seq_aux_loss_coefficient or self.global_aux_loss_coefficient
+        return bool(balance or self.z_loss_coefficient)
+
+    def _loss(self, logits: Tensor, choice: Choice, counts: Tensor, mask: Tensor | None, sizes: torch.Size) -> Tensor:
+        """Sums the losses times their coefficients, of tokens [*sizes] that chose experts ``counts`` [E] times."""
+        loss, how = logits.new_zeros(()), self.selection
+        if self.aux_loss_coefficient:
+            loss = loss + self.aux_loss_coefficient * load_balancing_loss(choice.scores, counts, how, mask)
+        if self.seq_aux_loss_coefficient:
+            if self.seq_dim >= max(len(sizes), 1):
+                raise ValueError(
+                    f"{self._label}: seq_dim is {self.seq_dim}, and tokens are of shape {tuple(sizes)}; choose the dim "
+                    "of the input that has the tokens of a sequence"
+                )
+            loss = loss + self.seq_aux_loss_coefficient * sequence_loss(choice, how, mask, sizes or (1,), self.seq_dim)
+        if self.global_aux_loss_coefficient:
+            group = self.aux_loss_group if self.training else Group()  # no rank waits for one that does not evaluate
+            everywhere = all_reduce(counts.clone(), group)  # in whose memory the sum may be
+            balance = load_balancing_loss(choice.scores, everywhere, how, mask)
+            loss = loss + self.global_aux_loss_coefficient * group.size * balance
+        if self.z_loss_coefficient:
+            loss = loss + self.z_loss_coefficient * z_loss(logits, counts, how, mask)
+        return loss
 
     def _checked_mask(self, x: Tensor, token_mask: Tensor | None) -> Tensor | None:
         """Returns the mask as [T]; raises unless it and ``x`` fit."""

@@ -25,6 +25,7 @@ from tests.helpers.sample import each_pair, each_twice, first_by_default
 
 H = 12
 LOSSES: dict[str, Any] = {"aux_loss_coefficient": 0.25, "z_loss_coefficient": 0.125}
+ALL_LOSSES = {"seq_aux_loss_coefficient": 0.5, "global_aux_loss_coefficient": 1.5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "softmax, normalized": {"normalize_top_k": True},
@@ -40,7 +41,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "capacity": {"capacity_factor": 0.75, "expert_bias_rate": 0.5},
-    "capacity by position": {"capacity_factor": 0.75, "drop_policy": "position", "normalize_top_k": True},
+    "losses": {**ALL_LOSSES, "score_function": "sigmoid"},
+    "capacity by position": {**ALL_LOSSES, "capacity_factor": 0.75, "drop_policy": "position", "normalize_top_k": True},
 }
 """Options by which a token's experts do not follow from the token alone."""
 ALL = OPTIONS | MORE
@@ -212,6 +214,58 @@ def test_loss_is_that_of_transformers_by_k() -> None:
             torch.testing.assert_close(k * ours, theirs)
             want = torch.autograd.grad(theirs, router.weight, retain_graph=True)[0]
             torch.testing.assert_close(k * torch.autograd.grad(ours, router.weight)[0], want)
+
+
+@each_twice
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", [{}, OPTIONS["sigmoid"], OPTIONS["softmax of the chosen"]])
+@pytest.mark.parametrize(("shape", "seq_dim"), [((7, 3), 0), ((3, 7), 1), ((2, 7, 3), 1), ((7,), 0)])
+def test_loss_of_each_sequence(
+    shape: tuple[int, ...], seq_dim: int, options: dict[str, Any], masked: bool, device: torch.device
+) -> None:
+    """The mean of what the plain loss is of each, without those that are masked."""
+    router = made(8, 2, device, seq_aux_loss_coefficient=1.0, seq_dim=seq_dim, **options)
+    plain = made(8, 2, device, aux_loss_coefficient=1.0, **options)
+    plain.load_state_dict(router.state_dict())
+    x, mask = torch.randn(*shape, H, device=device), torch.rand(shape, device=device) < 0.7
+    parts = x.movedim(seq_dim, -2).reshape(-1, 7, H), mask.movedim(seq_dim, -1).reshape(-1, 7)
+    if masked and len(parts[0]) > 1:  # a sequence of padding
+        mask.movedim(seq_dim, -1).select(0, 1).zero_()
+        parts = parts[0], mask.movedim(seq_dim, -1).reshape(-1, 7)
+    if masked:
+        losses = [plain(*each).loss for each in zip(*parts, strict=True) if each[1].any()]
+    else:
+        losses = [plain(each).loss for each in parts[0]]
+    want, got = torch.stack(losses).mean(), router(x, mask if masked else None).loss
+    torch.testing.assert_close(got, want)
+    gradients = (torch.autograd.grad(loss, each.weight)[0] for loss, each in ((got, router), (want, plain)))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def loss_on_ranks(rank: int, size: int, wrap: str) -> list[Tensor]:
+    """Loss and gradients of this rank's tokens, of which some are padding, and the loss in evaluation."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(11, H), torch.arange(11) != 2
+    if size > 1:
+        x, mask = (each.split([4, 7])[rank] for each in (x, mask))
+    group = process_group() if size > 1 else None
+    router = made(8, 2, global_aux_loss_coefficient=1.5, aux_loss_group=group)
+    model = router if wrap == "none" else DistributedDataParallel(router)
+    loss = model(x, mask).loss
+    loss.backward()
+    assert router.weight.grad is not None
+    own = None if rank else router.eval()(x, mask).loss  # the other rank does not evaluate
+    return [loss.detach(), router.weight.grad, loss.detach() if own is None else own.detach()]
+
+
+@pytest.mark.parametrize("wrap", ["none", "ddp"])
+def test_the_mean_over_ranks_is_the_loss_of_all_tokens(worker_pool: Pools, wrap: str) -> None:
+    """However many each has."""
+    loss, gradient, _ = loss_on_ranks(0, 1, "none")
+    (a, of_a, own), (b, of_b, _) = worker_pool(2).run(loss_on_ranks, wrap)
+    torch.testing.assert_close((a + b) / 2, loss)
+    torch.testing.assert_close((of_a + of_b) / 2, gradient)
+    assert not torch.equal(own, a) and (wrap == "none" or torch.equal(of_a, of_b))
 
 
 # ---- the choice ----
@@ -532,7 +586,7 @@ def test_no_synchronization_on_a_gpu(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"token_mask": torch.zeros(0, dtype=torch.bool)}])
 @pytest.mark.parametrize("capacity", [{}, {"capacity_factor": 1.5}])
 def test_no_tokens(options: dict[str, Any], capacity: dict[str, Any]) -> None:
-    router = made(expert_bias_rate=0.5, **capacity, **LOSSES)
+    router = made(expert_bias_rate=0.5, **capacity, **LOSSES, **ALL_LOSSES)
     x = torch.zeros(0, H, requires_grad=True)
     probabilities, indices, loss = router(x, **options)
     assert probabilities.shape == indices.shape == (0, 2) and loss.item() == 0
@@ -559,6 +613,7 @@ def test_no_tokens(options: dict[str, Any], capacity: dict[str, Any]) -> None:
         (lambda: made()(torch.ones(3, 5)), r"input is .*\(3, 5\); floating-point numbers \[\.\.\., 12\]"),
         (lambda: made()(torch.ones(3, H).int()), "floating-point"),
         (lambda: made()(torch.tensor(1.0)), "input is"),
+        (lambda: made(seq_aux_loss_coefficient=1.0, seq_dim=1)(torch.ones(3, H)), r"seq_dim is 1, .* of shape \(3,\)"),
         (lambda: made()(torch.ones(3, H), torch.ones(3)), r"token_mask is .*float32.*; bools of shape \(3,\)"),
         (lambda: made()(torch.ones(3, H), torch.ones(3, 1).bool()), "token_mask is"),
     ],
