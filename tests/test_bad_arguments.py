@@ -64,7 +64,7 @@ NAMES: dict[str, str] = {
         "check_finite return_layernorm_output zero_centered_gamma recompute_norm recompute_activation checkpoint "
         "set_parallel_mode input_layernorm fuse_qkv_params rotary_pos_interleaved qk_norm_before_rope "
         "parallel_attention_mlp apply_residual_connection_post_layernorm checkpoint_mlp save_memory "
-        "interleaved enabled calibrating tile preserve_high_precision_init_val check strict only_rank0 "
+        "shared_gate interleaved enabled calibrating tile preserve_high_precision_init_val check strict only_rank0 "
         "from_rank0 rowwise columnwise gemm_ready reduce_amax amax_per_row disable_rht "
         "disable_stochastic_rounding disable_2d_quantization row_scaled_activation fast_accum recast "
         "enable_2d_quantization use_f32_scales use_power_2_scales scales_agree use_reentrant "

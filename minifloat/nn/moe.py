@@ -12,15 +12,40 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import NonNegativeFloat, Size, checked, label_of
-from minifloat.functional.autograd import as_output, exporting
+from minifloat.autocast import is_batch_invariant, used
+from minifloat.functional.autograd import as_output, autocast_dtype, exporting
+from minifloat.functional.gemm import multiply_values
 from minifloat.functional.norm_activation import activate
 from minifloat.functional.router import route
 from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.linear import Linear
-from minifloat.nn.options import InitMethod, LinearOptions, Placement, check_tensor, place
+from minifloat.nn.options import InitMethod, LinearOptions, Placement, check_tensor, initialize, place
 from minifloat.nn.router import TopKRouter
 from minifloat.recompute import checkpoint_without_dropout, drops_side_effects, recomputes
+
+
+class SharedGate(nn.Linear):
+    """Weighs what the MLP of every token gives: sigmoid(X w^T), [..., 1], of X [..., H] in its dtype.
+
+    A class of its own, which ``convert`` leaves alone: it is multiplied in high precision under every recipe.
+    """
+
+    def __init__(self, hidden_size: int, init_method: InitMethod | None, **placement: Unpack[Placement]) -> None:
+        self.init_method = init_method
+        super().__init__(hidden_size, 1, bias=False, device=placement.get("device"), dtype=placement.get("dtype"))
+
+    def reset_parameters(self) -> None:
+        """Draws the weight anew."""
+        initialize(self.weight, self.init_method)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the weight of each token in the dtype of ``x``, or of ``torch.autocast``."""
+        dtype = autocast_dtype(x)
+        x, weight = x.to(dtype), self.weight.to(dtype)
+        alone = used.batch_invariant and is_batch_invariant()
+        logits = multiply_values(x, weight, dtype) if alone else nn.functional.linear(x, weight)
+        return torch.sigmoid(logits)
 
 
 class MoE(parts.LayerOfParts):
@@ -37,6 +62,8 @@ class MoE(parts.LayerOfParts):
             name, single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute, recompute_activation: as of
             :class:`GroupedMLP`, which the experts are.
         shared_ffn_hidden_size: width of the MLP that every token goes through; None: there is none.
+        shared_gate: what it gives is multiplied by sigmoid(X w^T), as Qwen2-MoE's by ``shared_expert_gate``; w is the
+            weight [1, H] of the part ``shared_gate``.
         router: what gives probabilities, experts and a loss of tokens, in place of a
             ``TopKRouter(hidden_size, num_experts, top_k, normalize_top_k=True)`` with the coefficient below. It is
             given X [..., hidden_size], and ``token_mask`` if there is one.
@@ -53,7 +80,7 @@ class MoE(parts.LayerOfParts):
         expert_counts: int32 [E], how many choices each expert was in the latest forward.
 
     Raises:
-        TypeError, ValueError: as of the parts.
+        TypeError, ValueError: as of the parts; or there is no MLP for ``shared_gate``.
     """
 
     @checked
@@ -68,6 +95,7 @@ class MoE(parts.LayerOfParts):
         activation: str = "swiglu",
         activation_params: Mapping[str, float] | None = None,
         shared_ffn_hidden_size: Size | None = None,
+        shared_gate: bool = False,
         router: nn.Module | None = None,
         aux_loss_coefficient: NonNegativeFloat = 0.0,
         single_grouped_weight: bool = False,
@@ -97,7 +125,14 @@ class MoE(parts.LayerOfParts):
             output_layer_init_method=output_layer_init_method, name=parts.part_name(name, "experts"), ep_group=ep_group,
             **of_experts,
         )  # fmt: skip
-        self.shared_fc1 = self.shared_fc2 = None
+        self.shared_fc1 = self.shared_fc2 = self.shared_gate = None
+        if shared_gate:
+            if shared_ffn_hidden_size is None:
+                raise ValueError(
+                    f"MoE{'' if name is None else f' {name!r}'}: shared_gate is True, and there is no MLP for every "
+                    "token that it could weigh; give shared_ffn_hidden_size, or leave it out"
+                )
+            self.shared_gate = SharedGate(hidden_size, init_method, **placement)
         if shared_ffn_hidden_size is not None:
             width = shared_ffn_hidden_size * (2 if self.experts.activation.gated else 1)
             linear = partial(Linear, bias=bias, delay_wgrad_compute=delay_wgrad_compute, **options)
@@ -145,7 +180,8 @@ class MoE(parts.LayerOfParts):
         y = self.experts(tokens, routing, is_first_microbatch, probabilities)
         if self.shared_fc1 is not None and self.shared_fc2 is not None:
             h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
-            y = y + self.shared_fc2(h, is_first_microbatch)
+            shared = self.shared_fc2(h, is_first_microbatch)
+            y = y + (shared if self.shared_gate is None else self.shared_gate(tokens) * shared)
         if y.shape != x.shape and self.shared_fc1 is None and not parts.is_own(self.experts, GroupedMLP):
             y = y.reshape(x.shape).clone()  # no view, and nothing that others may have saved
         elif y.shape != x.shape:

@@ -31,7 +31,7 @@ OF_ROWS = NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True)
 MODULES: dict[str, Callable[..., nn.Module]] = {
     "LayerNormLinear": lambda **options: LayerNormLinear(K, N, normalization="RMSNorm", **options),
     "LayerNormMLP": lambda **options: LayerNormMLP(K, N, activation="swiglu", **options),
-    "MoE": lambda **options: MoE(K, N, 5, 2, **options),
+    "MoE": lambda **options: MoE(K, N, 5, 2, shared_ffn_hidden_size=N, shared_gate=True, **options),
 }
 FOR_EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 

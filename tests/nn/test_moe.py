@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -88,6 +89,66 @@ def test_shared_experts_see_every_token() -> None:
     shared = moe.shared_fc2(activate(moe.shared_fc1(x), Activation.of("swiglu")))
     assert torch.equal(moe(x), without(x) + shared)
     assert moe(x).shape == x.shape
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+def test_shared_gate_is_that_of_qwen2_moe() -> None:
+    """Its weights load under our names; Y and all gradients."""
+    from transformers import Qwen2MoeConfig
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+    sizes = {"moe_intermediate_size": F, "shared_expert_intermediate_size": 16, "num_experts": E}
+    theirs = Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(hidden_size=H, num_experts_per_tok=K, **sizes))
+    for each in theirs.parameters():
+        nn.init.normal_(each, std=0.3)
+    moe = MoE(H, F, E, router=TopKRouter(H, E, K), shared_ffn_hidden_size=16, shared_gate=True)
+    moe.load_state_dict(named_as_ours(theirs.state_dict()))
+    x, dy = torch.randn(3, 7, H), torch.randn(3, 7, H)
+    found = []
+    for module in (moe, theirs):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.backward(dy)
+        gradients = {name: each.grad for name, each in module.named_parameters()}
+        found.append({"y": y, "x": leaf.grad} | (gradients if module is moe else named_as_ours(gradients)))
+    assert found[0].keys() == found[1].keys() and bool(found[0]["shared_gate.weight"].any())
+    for name, got in found[0].items():
+        torch.testing.assert_close(got, found[1][name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def named_as_ours(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors of a Qwen2MoeSparseMoeBlock by the names that a MoE has for them."""
+    shared = {name: state[f"shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")}
+    ours = {
+        "router.weight": state["gate.weight"],
+        "shared_gate.weight": state["shared_expert_gate.weight"],
+        "shared_fc1.weight": torch.cat([shared["gate"], shared["up"]]),
+        "shared_fc2.weight": shared["down"],
+    }
+    for ours_name, name in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
+        ours |= {f"experts.{ours_name}.{i}.weight": each for i, each in enumerate(state[f"experts.{name}"])}
+    return ours
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_shared_gate_stays_in_high_precision(recipe: str) -> None:
+    """Under a recipe, in the dtype of X, also where torch.autocast says which; ``convert`` leaves it alone."""
+    moe = MoE(H, F, E, K, shared_ffn_hidden_size=16, shared_gate=True, recipe=recipe)
+    without = MoE(H, F, E, K, recipe=recipe)
+    without.load_state_dict(moe.state_dict(), strict=False)
+    assert moe.shared_fc1 is not None and moe.shared_fc2 is not None and moe.shared_gate is not None
+    x = torch.randn(9, H)
+    for autocasts in (False, True):
+        with torch.autocast("cpu", BF16, enabled=autocasts):
+            y, experts = moe(x), without(x)
+            shared = moe.shared_fc2(activate(moe.shared_fc1(x), Activation.of("swiglu")))
+        own = (x.to(y.dtype), moe.shared_gate.weight.to(y.dtype))
+        assert y.dtype == (BF16 if autocasts else torch.float32)
+        assert torch.equal(y, experts + torch.sigmoid(nn.functional.linear(*own)) * shared)
+    report = minifloat.convert(moe, "block", filter_fn=lambda module, name: True)
+    assert [layer.names for layer in report.left_alone if "shared_gate" in layer.names[0]] == [("shared_gate",)]
+    with pytest.raises(ValueError, match=r"MoE 'layer3': shared_gate is True.*give shared_ffn_hidden_size"):
+        MoE(H, F, E, K, shared_gate=True, name="layer3")
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
