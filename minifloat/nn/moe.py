@@ -65,8 +65,9 @@ class MoE(parts.LayerOfParts):
         shared_gate: what it gives is multiplied by sigmoid(X w^T), as Qwen2-MoE's by ``shared_expert_gate``; w is the
             weight [1, H] of the part ``shared_gate``.
         router: what gives probabilities, experts and a loss of tokens, in place of a
-            ``TopKRouter(hidden_size, num_experts, top_k, normalize_top_k=True)`` with the coefficient below. It is
-            given X [..., hidden_size], and ``token_mask`` if there is one.
+            ``TopKRouter(hidden_size, num_experts, top_k, normalize_top_k=True)`` with the coefficient below; or further
+            arguments of that, as ``{"score_function": "sigmoid"}``. A module is given X [..., hidden_size], and
+            ``token_mask`` if there is one.
         aux_loss_coefficient: of the router's load balancing loss.
         expert_etp_group: the ranks that share out the rows of the experts' weights, as of :class:`GroupedMLP`.
         ep_group: the ranks that share out the experts, as of :class:`GroupedMLP`: tokens travel to them and back.
@@ -96,7 +97,7 @@ class MoE(parts.LayerOfParts):
         activation_params: Mapping[str, float] | None = None,
         shared_ffn_hidden_size: Size | None = None,
         shared_gate: bool = False,
-        router: nn.Module | None = None,
+        router: nn.Module | Mapping[str, Any] | None = None,
         aux_loss_coefficient: NonNegativeFloat = 0.0,
         single_grouped_weight: bool = False,
         delay_wgrad_compute: bool = False,
@@ -111,11 +112,9 @@ class MoE(parts.LayerOfParts):
         super().__init__()
         placement = place(type(self).__name__, options)
         self.hidden_size, self.num_experts = hidden_size, num_experts
-        if router is None:
-            router = TopKRouter(
-                hidden_size, num_experts, top_k, normalize_top_k=True, aux_loss_coefficient=aux_loss_coefficient,
-                **placement,
-            )  # fmt: skip
+        if not isinstance(router, nn.Module):
+            given = {"normalize_top_k": True, "aux_loss_coefficient": aux_loss_coefficient, **placement}
+            router = TopKRouter(hidden_size, num_experts, top_k, **{**given, **(router or {})})
         self.router = router
         of_experts: LinearOptions = {**options, "etp_group": expert_etp_group}
         self.experts = GroupedMLP(

@@ -220,6 +220,21 @@ def test_dropped_choices_add_nothing(recipe: str) -> None:
     assert moe.expert_counts is not None and int(moe.expert_counts.max()) == math.ceil(23 * K / E * 0.5)
 
 
+def test_options_of_the_router() -> None:
+    """Also from a TransformerLayer; what they do not name is as without them."""
+    options = {"score_function": "sigmoid", "expert_bias_rate": 0.5, "z_loss_coefficient": 0.25}
+    layer = TransformerLayer(
+        H, F, 2, moe={"num_experts": E, "router": options, "aux_loss_coefficient": 0.5}, dtype=BF16
+    )
+    moe = layer.layernorm_mlp.moe
+    router = moe.router
+    assert isinstance(router, TopKRouter) and router.weight.dtype == BF16 and router.expert_bias is not None
+    assert (router.selection.score_function, router.selection.normalize_top_k) == ("sigmoid", True)
+    assert (router.aux_loss_coefficient, router.z_loss_coefficient) == (0.5, 0.25)
+    with pytest.raises(TypeError, match="scores"):
+        make("current", router={"scores": "sigmoid"})
+
+
 class OneBased(nn.Module):
     """A router whose experts are numbered from 1 on."""
 
