@@ -19,7 +19,7 @@ from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.data import Corpus
 from minifloat.tools.train.loop import Interrupted, Metrics, NonFiniteError, TrainConfig, train
-from minifloat.tools.train.model import MODELS
+from minifloat.tools.train.model import MODELS, ModelConfig
 from minifloat.tools.train.ranks import Ranks
 from minifloat.tools.train.step import clipped_gradients, keep_wgrads_unrounded
 
@@ -32,8 +32,10 @@ def corpus() -> Corpus:
     return Corpus(text[:16_000], text[16_000:], "random bytes")
 
 
-def run(device: torch.device, recipe: str, cuda_graph: bool, *, experts: int = 0, **options: Any) -> Any:
-    model = replace(MICRO, experts=experts).make(recipe_of(recipe), 0)
+def run(
+    device: torch.device, recipe: str, cuda_graph: bool, *, experts: int = 0, rate: float = 0.0, **options: Any
+) -> Any:
+    model = replace(MICRO, experts=experts, expert_bias_rate=rate).make(recipe_of(recipe), 0)
     config = options.pop("config", CONFIG)
     done = train(recipe, model, 64, corpus(), config, device, cuda_graph=cuda_graph, **options)
     measured = [replace(each, seconds=0.0, tokens_per_second=0.0) for each in done.history]
@@ -46,10 +48,13 @@ def assert_alike(found: Any, wanted: Any) -> None:
     assert all(torch.equal(found[2][name], each) for name, each in wanted[2].items())
 
 
-@pytest.mark.parametrize(("recipe", "experts"), [("bf16", 0), ("delayed", 0), ("nvfp4", 0), ("current", 4)])
-def test_replayed_steps_are_the_same(graph_device: torch.device, recipe: str, experts: int) -> None:
-    """Losses, gradient norms, imbalances, evaluations in between, GEMMs, and parameters at the end."""
-    assert_alike(*(run(graph_device, recipe, captured, experts=experts) for captured in (True, False)))
+@pytest.mark.parametrize(
+    ("recipe", "experts", "rate"),
+    [("bf16", 0, 0.0), ("delayed", 0, 0.0), ("nvfp4", 0, 0.0), ("current", 4, 0.0), ("current", 4, 0.125)],
+)
+def test_replayed_steps_are_the_same(graph_device: torch.device, recipe: str, experts: int, rate: float) -> None:
+    """Losses, gradient norms, imbalances, evaluations in between, GEMMs, and parameters and biases at the end."""
+    assert_alike(*(run(graph_device, recipe, captured, experts=experts, rate=rate) for captured in (True, False)))
 
 
 @pytest.mark.parametrize(("recipe", "experts"), [("bf16", 0), ("current", 4)])
@@ -84,21 +89,26 @@ def test_resume(graph_device: torch.device, tmp_path: Path) -> None:
     assert_alike(run(graph_device, "delayed", True, checkpoints=saved), whole)
 
 
-def test_a_step_that_is_not_finite_changes_nothing(graph_device: torch.device) -> None:
-    """It is replayed as others, and the optimizer in it does nothing."""
+@pytest.mark.parametrize("sizes", [MICRO, replace(MICRO, experts=4, expert_bias_rate=0.125)])
+def test_a_step_that_is_not_finite_changes_nothing(graph_device: torch.device, sizes: ModelConfig) -> None:
+    """It is replayed as others, and the optimizer in it does nothing, nor does what balances experts."""
+
+    def saved(model: nn.Module) -> list[tuple[str, Tensor]]:
+        biases = [each for each in model.named_buffers() if each[0].endswith("expert_bias")]
+        return [*model.named_parameters(), *biases]
 
     def spoilt(captured: bool) -> tuple[str, dict[str, Any]]:
-        model = MICRO.make(recipe_of("delayed"), 0)
+        model = sizes.make(recipe_of("delayed"), 0)
         kept: dict[str, Any] = {}
 
         def observe(metrics: Metrics) -> None:
             if metrics.step == 3:
                 model.head.weight.data[0] = torch.nan
-                kept.update({name: each.clone() for name, each in model.named_parameters()})
+                kept.update({name: each.clone() for name, each in saved(model)})
 
         with pytest.raises(NonFiniteError, match="step 4 has loss nan") as error:
             train("delayed", model, 64, corpus(), CONFIG, graph_device, observe, cuda_graph=captured)
-        assert all(torch.equal(kept[n].nan_to_num(), each.nan_to_num()) for n, each in model.named_parameters())
+        assert all(torch.equal(kept[n].nan_to_num(), each.nan_to_num()) for n, each in saved(model))
         return str(error.value), kept
 
     (found, mine), (wanted, its) = spoilt(True), spoilt(False)

@@ -75,6 +75,21 @@ def test_a_mixture_of_experts(options: tuple[object, ...], tmp_path: Path) -> No
     assert code == 0, said
 
 
+def test_a_bias_that_balances_experts(options: tuple[object, ...], tmp_path: Path) -> None:
+    """Each step moves it, also of a run that goes on; what generates has it."""
+    out, own = tmp_path / "out", ("--experts", 4, "--expert-bias-rate", 0.125, "--recipe", "current")
+    for steps, more in ((2, ()), (3, ("--resume",))):
+        code, said = invoke(*options, *own, "--steps", steps, "--out", out, *more)
+        assert code == 0, said
+        biases = [each for name, each in locate(out).model_state().items() if name.endswith("expert_bias")]
+        moved = torch.stack(biases) / 0.125
+        assert moved.shape == (MICRO.layers, 4) and moved.any() and moved.equal(moved.round())
+        assert moved.abs().max() <= steps
+    assert locate(out).settings["model"] == replace(MICRO, experts=4, expert_bias_rate=0.125).settings()
+    code, said = invoke("generate", out, "--tokens", 2, "--device", "cpu")
+    assert code == 0, said
+
+
 @pytest.mark.parametrize(
     "sizes", [MICRO, MODELS["tiny"], ModelConfig(80, 3, 5, 1, 112, 16, vocabulary=300), replace(MICRO, experts=4)]
 )

@@ -119,6 +119,25 @@ def test_rows_of_weights_train_as_with_fsdp(worker_pool: Pools, recipe: str, tp:
     torch.testing.assert_close(torch.tensor(shared.norms), torch.tensor(by_fsdp.norms), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("grid", [Grid(2), Grid(2, etp=2)])
+def test_a_bias_balances_experts_over_all_ranks(worker_pool: Pools, grid: Grid, tmp_path: Path) -> None:
+    """No loss of a rank's own is in the way: it is the training of one process, biases included."""
+    sizes, folders = replace(SIZES, experts=4, expert_bias_rate=2**-5), (tmp_path / "one", tmp_path / "all")
+    grids = Grid(1), grid
+    whole, shared = (
+        on_ranks(worker_pool, each, None, EXACT, sizes=sizes, folder=folder)
+        for each, folder in zip(grids, folders, strict=True)
+    )
+    close(shared, whole, 1e-5, 1e-4)
+    biases = []
+    for folder in folders:
+        saved = latest(folder)
+        assert saved is not None
+        state = saved.model_state()
+        biases.append(torch.stack([state[name] for name in sorted(state) if name.endswith("expert_bias")]))
+    assert torch.equal(*biases) and biases[0].any()
+
+
 def test_data_ranks_round_with_random_numbers_of_their_own() -> None:
     class Rank(Ranks):
         data = Group("", 4, 0)

@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,20 +32,22 @@ class OwnSizes:
     context: int | None = None
     experts: int | None = None
     top_k: int | None = None
+    expert_bias_rate: float | None = None
 
     def of(self, base: ModelConfig) -> ModelConfig:
         """The sizes of `base` with these; the MLP and the key/value heads keep their ratios unless they are given.
 
         Raises ValueError for what cannot be.
         """
-        if self.top_k is not None and not (base.experts if self.experts is None else self.experts):
-            raise ValueError(f"--top-k is {self.top_k}, and there are no experts; give --experts, or leave it out")
+        for name, value in (("--top-k", self.top_k), ("--expert-bias-rate", self.expert_bias_rate)):
+            if value is not None and not (base.experts if self.experts is None else self.experts):
+                raise ValueError(f"{name} is {value}, and there are no experts; give --experts, or leave it out")
         heads = base.heads if self.heads is None else self.heads
         kv_heads = math.gcd(heads, max(1, heads * base.kv_heads // base.heads)) if heads > 0 else heads
         dim = base.dim if self.hidden is None else self.hidden
-        given = {
+        given: dict[str, Any] = {
             "dim": dim, "layers": self.layers, "heads": heads, "context": self.context,
-            "experts": self.experts, "top_k": self.top_k,
+            "experts": self.experts, "top_k": self.top_k, "expert_bias_rate": self.expert_bias_rate,
             "kv_heads": kv_heads if self.kv_heads is None else self.kv_heads,
             "hidden": dim * base.hidden // base.dim if self.mlp_hidden is None else self.mlp_hidden,
         }  # fmt: skip
@@ -60,7 +63,7 @@ def sizes_of(model: str | None, own: OwnSizes, hf: Path | None = None) -> ModelC
         if own != OwnSizes(context=own.context) or model is not None:
             raise ValueError(
                 f"--hf {hf} has sizes of its own; leave --model, --layers, --hidden, --heads, --kv-heads, "
-                "--mlp-hidden, --experts and --top-k out"
+                "--mlp-hidden, --experts, --top-k and --expert-bias-rate out"
             )
         return HuggingFace.read(hf, own.context)
     model = DEFAULT if model is None else model

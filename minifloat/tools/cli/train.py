@@ -57,6 +57,10 @@ def train(
     context: Annotated[int | None, typer.Option(help="tokens in a sequence")] = None,
     experts: Annotated[int | None, typer.Option(help="a mixture of so many experts in place of each MLP")] = None,
     top_k: Annotated[int | None, typer.Option(help="with --experts: how many of them each token goes to")] = None,
+    expert_bias_rate: Annotated[
+        float | None,
+        typer.Option(help="with --experts: a bias that each step moves by so much balances them, not a loss; 1e-3"),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="sequences in a step, or in a micro-batch of it")] = 16,
     accumulate: Annotated[int, typer.Option(help="micro-batches in a step, whose gradients are averaged")] = 1,
     learning_rate: Annotated[float | None, typer.Option(help="the peak; default: by the model's width")] = None,
@@ -117,7 +121,8 @@ def train(
             end_with_launcher()
             names = check_names(recipe, against)
             check_limits(max_gap, max_gradient_gap)
-            sizes = sizes_of(model, OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context, experts, top_k), hf)
+            own = OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context, experts, top_k, expert_bias_rate)
+            sizes = sizes_of(model, own, hf)
             rate = sizes.learning_rate if learning_rate is None else learning_rate
             config = TrainConfig(steps, batch_size, rate, seed, accumulate=accumulate, fp32_wgrad=fp32_wgrad)
             corpus = data.load(

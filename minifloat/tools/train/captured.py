@@ -12,7 +12,7 @@ from minifloat.functional import Gemm, count_gemms
 from minifloat.graphs import capture
 from minifloat.tools.train.ranks import Ranks
 from minifloat.tools.train.run import TrainConfig
-from minifloat.tools.train.step import Batch, clipped_gradients, imbalance_of
+from minifloat.tools.train.step import Batch, clipped_gradients, imbalance_of, update_expert_biases
 
 
 def check_capture(device: torch.device, ranks: Ranks) -> None:
@@ -94,10 +94,12 @@ class CapturedStep:
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
         measured = clipped_gradients(self.model, self.batch, self.config, self.device)
-        bad = (~measured.isfinite()).any().to(torch.float32)
-        self.optimizer.found_inf = bad  # type: ignore[attr-defined] # what GradScaler gives it: PyTorch's own reads it
+        bad = (~measured.isfinite()).any()
+        found = bad.to(torch.float32)
+        self.optimizer.found_inf = found  # type: ignore[attr-defined] # what GradScaler gives it: PyTorch's own reads it
         self.optimizer.step()
         del self.optimizer.found_inf  # type: ignore[attr-defined]
         self.optimizer.zero_grad(set_to_none=True)
+        update_expert_biases(self.model, bad=bad)
         imbalance = imbalance_of(self.model)
         return [*measured.unbind(), *([] if imbalance is None else [imbalance.to(torch.float32)])]

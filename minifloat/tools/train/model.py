@@ -51,6 +51,7 @@ class ModelConfig:
     rope_base: float = 10_000.0
     experts: int = 0
     top_k: int = 2
+    expert_bias_rate: float = 0.0  # 0: a loss balances experts, no bias
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -61,6 +62,8 @@ class ModelConfig:
             raise ValueError(f"--experts is {self.experts!r}; choose a whole number from 0 to {MOST_EXPERTS:,}")
         if type(self.top_k) is not int or not 1 <= self.top_k <= (self.experts or MOST_EXPERTS):
             raise ValueError(f"--top-k is {self.top_k!r}; choose a whole number from 1 to --experts {self.experts}")
+        if type(self.expert_bias_rate) not in (int, float) or not 0 <= self.expert_bias_rate <= 1:
+            raise ValueError(f"--expert-bias-rate is {self.expert_bias_rate!r}; choose from 0 to 1, such as 1e-3")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.heads} query heads do not divide by {self.kv_heads} key/value heads; change --heads or "
@@ -110,8 +113,9 @@ class ModelConfig:
 
     def settings(self) -> dict[str, Any]:
         """The fields as JSON has them; those of experts where there are some, which older checkpoints do not name."""
-        fields = asdict(self)
-        return fields if self.experts else {name: fields[name] for name in fields if name not in ("experts", "top_k")}
+        rate = self.experts and self.expert_bias_rate
+        named = {"experts": self.experts, "top_k": self.experts, "expert_bias_rate": rate}
+        return {name: value for name, value in asdict(self).items() if named.get(name, True)}
 
     def make(self, recipe: Recipe | None, seed: int, ranks: Ranks = ALONE) -> nn.Module:
         """A new model, whose linears compute in `recipe`; each rank keeps its part."""
@@ -127,10 +131,13 @@ class ModelConfig:
 
     @property
     def mixture(self) -> dict[str, Any] | None:
-        """What a layer is told of its experts, if it has some."""
+        """What a layer is told of its experts, if it has some: they are balanced as Switch's or as DeepSeek-V3's."""
         if not self.experts:
             return None
-        return {"num_experts": self.experts, "top_k": self.top_k, "aux_loss_coefficient": AUX_LOSS}
+        sizes = {"num_experts": self.experts, "top_k": self.top_k}
+        if not self.expert_bias_rate:
+            return {**sizes, "aux_loss_coefficient": AUX_LOSS}
+        return {**sizes, "router": {"score_function": "sigmoid", "expert_bias_rate": self.expert_bias_rate}}
 
     @property
     def linears(self) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minifloat import MoE, autocast, cast_weights, router_losses
+from minifloat import MoE, TopKRouter, autocast, cast_weights, router_losses
 from minifloat.comm.dtensor_ddp import local_rows
 from minifloat.nn.linear_state import LinearState
 from minifloat.tools.train.ranks import ALONE, Ranks
@@ -49,14 +49,15 @@ def train_step(
     """One update at learning rate `rate`; returns the loss and the gradient norm before clipping.
 
     Gradients are those of the mean over the micro-batches, one of which is in memory at a time.
-    Parameters and optimizer do not change when one of the two is not finite. Reading them waits for the device, which
-    is also what makes the step's time true: the optimizer's part shows in the next step's.
+    Parameters, biases of experts and optimizer do not change when one of the two is not finite. Reading them waits for
+    the device, which is also what makes the step's time true: the optimizer's part shows in the next step's.
     """
     for group in optimizer.param_groups:
         group["lr"] = fp32(rate)
     value, norm = clipped_gradients(model, batch, config, device, ranks).tolist()
     if math.isfinite(value) and math.isfinite(norm):
         optimizer.step()
+        update_expert_biases(model, ranks)
     optimizer.zero_grad(set_to_none=True)
     return value, norm
 
@@ -82,6 +83,18 @@ def clipped_gradients(
     torch._foreach_mul_(gradients, 1 / config.loss_scale)
     norm = ranks.clip(model, config.clip)
     return torch.stack((ranks.mean(torch.stack(losses).mean()), norm))
+
+
+def update_expert_biases(model: nn.Module, ranks: Ranks = ALONE, bad: Tensor | None = None) -> None:
+    """Ends a step of the routers whose bias balances experts, by the choices of the ranks that share the batch.
+
+    ``bad``, a bool on the device, forgets them: those of a step that is not finite.
+    """
+    for router in model.modules():
+        if isinstance(router, TopKRouter) and router.expert_counts is not None:
+            if bad is not None:
+                router.expert_counts.masked_fill_(bad, 0)
+            router.update_expert_bias(ranks.data)
 
 
 def fp32(rate: float) -> float:
