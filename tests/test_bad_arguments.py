@@ -103,7 +103,7 @@ NAMES: dict[str, str] = {
     "at least 0?": "expert_bias_rate",
     "above 0": "rotary_base block_scale_max scaling_factor",
     "above 0?": "capacity_factor softmax_scale softcap seq_len_interpolation_factor",
-    "fraction": "attention_dropout hidden_dropout label_smoothing",
+    "fraction": "input_jitter_eps attention_dropout hidden_dropout label_smoothing",
     "at least 0, or inf": "max_norm",
     "text": "module_type",
     "text?": "name",

@@ -22,7 +22,7 @@ from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.options import InitMethod, LinearOptions, Placement, check_tensor, initialize, place
 from minifloat.nn.router import TopKRouter
-from minifloat.recompute import checkpoint_without_dropout, drops_side_effects, recomputes
+from minifloat.recompute import checkpoint, checkpoint_without_dropout, drops_side_effects, recomputes
 
 
 class SharedGate(nn.Linear):
@@ -225,13 +225,14 @@ class LayerNormMoE(parts.LayerOfParts):
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Computes Y of the shape of X [..., hidden_size]; ``return_layernorm_output``: gives the norm's result too."""
         check_tensor(x, self)
+        again = checkpoint if getattr(self.moe.router, "draws", False) else checkpoint_without_dropout
         if not (self.checkpoint and torch.is_grad_enabled()):
             y, n = self._run(x, is_first_microbatch)
         elif torch.compiler.is_compiling() and parts.is_own(self.moe, MoE):  # a graph's checkpoint sets no attribute
-            y, n, *found = checkpoint_without_dropout(self._run_apart, x, is_first_microbatch)
+            y, n, *found = again(self._run_apart, x, is_first_microbatch)
             self.moe.router_loss, self.moe.expert_counts = found
         else:
-            y, n = checkpoint_without_dropout(self._run, x, is_first_microbatch)
+            y, n = again(self._run, x, is_first_microbatch)
         return parts.outputs(y, (self.return_layernorm_output, n))
 
     def _run(self, x: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:

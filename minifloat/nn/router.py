@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat.arguments import Count, Device, FloatDtype, NonNegativeFloat, PositiveFloat, Size, checked, shown
+from minifloat.arguments import (
+    Count,
+    Device,
+    FloatDtype,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    Size,
+    checked,
+    shown,
+)
 from minifloat.autocast import is_batch_invariant, used
 from minifloat.comm import dtensor_ddp
 from minifloat.comm.collectives import all_reduce
@@ -86,6 +96,9 @@ class TopKRouter(nn.Module):
         z_loss_coefficient: of the mean of ``logsumexp(logits)^2``.
         expert_bias_rate: balance without a loss (DeepSeek-V3): the buffer ``expert_bias``, fp32 [E], is added to the
             scores for the choice alone, and each :meth:`update_expert_bias` changes it by as much. None: no bias.
+        input_jitter_eps: in training the input is multiplied by numbers drawn uniformly from 1 - eps to 1 + eps, of its
+            dtype, one for each element: Switch Transformers, Megatron's ``moe_input_jitter_eps``. They are PyTorch's
+            generator's, so that a recomputation repeats them.
         capacity_factor: an expert takes ``ceil(T k / E * capacity_factor)`` tokens at most, in evaluation too; choices
             beyond are dropped, as Megatron's ``moe_expert_capacity_factor`` does it without padding: their indices are
             -1, and the other probabilities of the token stay as they are. The loss and the counts of
@@ -125,6 +138,7 @@ class TopKRouter(nn.Module):
         aux_loss_group: Group | ProcessGroup | DeviceMesh | None = None,
         z_loss_coefficient: NonNegativeFloat = 0.0,
         expert_bias_rate: NonNegativeFloat | None = None,
+        input_jitter_eps: Fraction = 0.0,
         capacity_factor: PositiveFloat | None = None,
         drop_policy: DropPolicy = "probs",
         bias: bool = False,
@@ -141,6 +155,7 @@ class TopKRouter(nn.Module):
             scaling_factor,
         )  # fmt: skip
         self._check(num_groups, group_top_k)
+        self.input_jitter_eps = input_jitter_eps
         self.capacity = None if capacity_factor is None else Capacity(capacity_factor, drop_policy)
         self.aux_loss_coefficient, self.z_loss_coefficient = aux_loss_coefficient, z_loss_coefficient
         self.seq_aux_loss_coefficient, self.seq_dim = seq_aux_loss_coefficient, seq_dim
@@ -215,6 +230,8 @@ class TopKRouter(nn.Module):
         sizes = x.shape[:-1]
         if mask is not None:  # NaN of padding would reach the gradient of the weight, as 0 times NaN
             x = x.reshape(-1, self.hidden_size).masked_fill(~mask[:, None], 0.0)
+        if self.input_jitter_eps and self.training:
+            x = x * torch.empty_like(x).uniform_(1 - self.input_jitter_eps, 1 + self.input_jitter_eps)
         dtype = autocast_dtype(x) if self.logits_dtype is None else self.logits_dtype
         with autocast_off(x):
             logits = self._logits(x, dtype)
@@ -237,6 +254,11 @@ class TopKRouter(nn.Module):
                 self._check_batch_invariance()
                 probabilities, indices = self.capacity.drop(probabilities, indices, self.num_experts, mask)
         return RouterOutput(probabilities, indices, loss)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a forward draws random numbers, which a recomputation must repeat."""
+        return bool(self.input_jitter_eps) and self.training
 
     @property
     def _has_loss(self) -> bool:
@@ -362,6 +384,7 @@ class TopKRouter(nn.Module):
         parts = [f"{self.hidden_size}, {self.num_experts}, top_k={how.top_k}, score_function={how.score_function!r}"]
         parts += ["score_before_top_k=False"] * (not how.score_before_top_k)
         parts += ["normalize_top_k=True"] * how.normalize_top_k
+        parts += [f"input_jitter_eps={self.input_jitter_eps}"] * (self.input_jitter_eps > 0)
         parts += [f"num_groups={how.num_groups}, group_top_k={how.group_top_k}"] * (how.num_groups > 1)
         if (capacity := self.capacity) is not None:
             parts.append(f"capacity_factor={capacity.factor}, drop_policy={capacity.policy!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import minifloat
 from minifloat.functional import sort_by_expert
 from minifloat.functional.router import multiply_in_fp32
 from minifloat.nn import TopKRouter
+from minifloat.nn.moe import LayerNormMoE
 from minifloat.parallel.data_parallel import data_parallel
 from tests.helpers.distributed_pool import Pools, process_group
 from tests.helpers.sample import each_pair, each_twice, first_by_default
@@ -41,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     "capacity": {"capacity_factor": 0.75, "expert_bias_rate": 0.5},
+    "jitter": {"input_jitter_eps": 0.125},
     "losses": {**ALL_LOSSES, "score_function": "sigmoid"},
     "capacity by position": {**ALL_LOSSES, "capacity_factor": 0.75, "drop_policy": "position", "normalize_top_k": True},
 }
@@ -136,6 +139,7 @@ def test_gradcheck(options: dict[str, Any]) -> None:
 
     def outputs(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         tensors = {"weight": weight} | ({} if bias is None else {"bias": bias})
+        torch.manual_seed(0)  # of what is drawn
         probabilities, _, loss = torch.func.functional_call(router, tensors, (x, mask))
         return probabilities, loss
 
@@ -412,6 +416,48 @@ def test_a_capacity_is_none_of_one_token_alone() -> None:
         assert torch.equal(router(x).indices[:1], router(x[:1]).indices)
 
 
+# ---- random numbers ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_jitter(dtype: torch.dtype, device: torch.device) -> None:
+    """Of the input, in training alone, by numbers of the input's dtype that PyTorch's generator draws."""
+    router, plain = made(device=device, input_jitter_eps=0.25, **LOSSES), made(device=device, **LOSSES)
+    plain.load_state_dict(router.state_dict())
+    x = torch.randn(5, 40, H, device=device).to(dtype)
+    torch.manual_seed(3)
+    got, again = router(x), router(x)
+    torch.manual_seed(3)
+    noise = torch.empty_like(x).uniform_(0.75, 1.25)
+    assert 0.75 <= noise.min() < 0.8 and 1.2 < noise.max() <= 1.25
+    for found, wanted in zip(got, plain(x * noise), strict=True):
+        assert torch.equal(found, wanted)
+    assert not torch.equal(again.probabilities, got.probabilities)
+    router.eval()
+    assert torch.equal(router(x).probabilities, plain(x).probabilities)
+
+
+@pytest.mark.parametrize("options", [{"input_jitter_eps": 0.25}])
+@pytest.mark.parametrize("form", ["minifloat", "torch", "layer"])
+def test_a_recomputation_draws_the_same(form: str, options: dict[str, Any]) -> None:
+    """Gradients are those of a forward that is kept, to the bit."""
+    torch.manual_seed(0)
+    checkpointed = form == "layer"
+    layer = LayerNormMoE(H, 16, 8, router={**options, **LOSSES}, recipe="current", checkpoint=checkpointed)
+    twin = LayerNormMoE(H, 16, 8, router={**options, **LOSSES}, recipe="current")
+    twin.load_state_dict(layer.state_dict())
+    calls = {"minifloat": minifloat.checkpoint, "torch": partial(torch_checkpoint, use_reentrant=False)}
+    x, found = torch.randn(9, H), []
+    for module, run in ((layer, calls.get(form)), (twin, None)):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        y = module(leaf) if run is None else run(module, leaf)
+        (y.square().sum() + minifloat.router_losses(module)).backward()
+        found.append([y, leaf.grad, *(each.grad for each in module.parameters())])
+    for mine, wanted in zip(*found, strict=True):
+        assert torch.equal(mine, wanted)
+
+
 # ---- dtypes ----
 
 
@@ -539,6 +585,7 @@ def test_compiled(name: str) -> None:
         for call in (router, compiled):
             if router.expert_counts is not None:
                 router.expert_counts.zero_()
+            torch.manual_seed(0)
             got = call(x, mask)
             gradients = torch.autograd.grad(got.probabilities.square().sum() + got.loss, [x, *router.parameters()])
             counts = [] if router.expert_counts is None else [router.expert_counts.clone()]
@@ -572,6 +619,7 @@ def test_no_synchronization_on_a_gpu(options: dict[str, Any]) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):
+            torch.manual_seed(0)
             got = router(x, mask)
             gradients = torch.autograd.grad(got.probabilities.sum() + got.loss, [x, *router.parameters()])
             runs.append([*got, *gradients])
