@@ -59,7 +59,7 @@ FITS: dict[str, set[str]] = {
 # What the parameters of a name are everywhere; "?" after it: None too.
 NAMES: dict[str, str] = {
     "bool": (
-        "single_grouped_weight single_grouped_bias batch_invariant "
+        "single_grouped_weight single_grouped_bias batch_invariant force_load_balancing "
         "bias fuse_wgrad_accumulation delay_wgrad_compute save_original_input return_bias sequence_parallel "
         "check_finite return_layernorm_output zero_centered_gamma recompute_norm recompute_activation checkpoint "
         "set_parallel_mode input_layernorm fuse_qkv_params rotary_pos_interleaved qk_norm_before_rope "

@@ -116,6 +116,24 @@ class _LogitsFunction(torch.autograd.Function):
         return dx, dw
 
 
+def random_logits(logits: Tensor) -> Tensor:
+    """Draws standard normal numbers in the place of ``logits``, which get the gradient of what is drawn."""
+    return apply(_RandomLogits, logits)
+
+
+class _RandomLogits(torch.autograd.Function):
+    """Passes the gradient straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return torch.randn_like(logits)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, drandom: Tensor) -> Tensor:
+        return drandom
+
+
 def _largest(x: Tensor, k: int) -> Tensor:
     """Finds the k largest of each row; of equal ones the first, which ``topk`` does not promise."""
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :k].clone()  # or all E are kept for backward

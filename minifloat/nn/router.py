@@ -39,6 +39,7 @@ from minifloat.functional.router import (
     count_experts,
     load_balancing_loss,
     multiply_in_fp32,
+    random_logits,
     sequence_loss,
     z_loss,
 )
@@ -99,6 +100,9 @@ class TopKRouter(nn.Module):
         input_jitter_eps: in training the input is multiplied by numbers drawn uniformly from 1 - eps to 1 + eps, of its
             dtype, one for each element: Switch Transformers, Megatron's ``moe_input_jitter_eps``. They are PyTorch's
             generator's, so that a recomputation repeats them.
+        force_load_balancing: for benchmarks alone: standard normal numbers are drawn in the place of all logits, so
+            that experts get about as many tokens each, and the logits get their gradient; Megatron's
+            ``moe_router_force_load_balancing``.
         capacity_factor: an expert takes ``ceil(T k / E * capacity_factor)`` tokens at most, in evaluation too; choices
             beyond are dropped, as Megatron's ``moe_expert_capacity_factor`` does it without padding: their indices are
             -1, and the other probabilities of the token stay as they are. The loss and the counts of
@@ -139,6 +143,7 @@ class TopKRouter(nn.Module):
         z_loss_coefficient: NonNegativeFloat = 0.0,
         expert_bias_rate: NonNegativeFloat | None = None,
         input_jitter_eps: Fraction = 0.0,
+        force_load_balancing: bool = False,
         capacity_factor: PositiveFloat | None = None,
         drop_policy: DropPolicy = "probs",
         bias: bool = False,
@@ -155,7 +160,7 @@ class TopKRouter(nn.Module):
             scaling_factor,
         )  # fmt: skip
         self._check(num_groups, group_top_k)
-        self.input_jitter_eps = input_jitter_eps
+        self.input_jitter_eps, self.force_load_balancing = input_jitter_eps, force_load_balancing
         self.capacity = None if capacity_factor is None else Capacity(capacity_factor, drop_policy)
         self.aux_loss_coefficient, self.z_loss_coefficient = aux_loss_coefficient, z_loss_coefficient
         self.seq_aux_loss_coefficient, self.seq_dim = seq_aux_loss_coefficient, seq_dim
@@ -235,6 +240,8 @@ class TopKRouter(nn.Module):
         dtype = autocast_dtype(x) if self.logits_dtype is None else self.logits_dtype
         with autocast_off(x):
             logits = self._logits(x, dtype)
+            if self.force_load_balancing:
+                logits = random_logits(logits)
             choice = choose_experts(logits, self.selection, self.expert_bias)
             if mask is not None:
                 indices = choice.indices.masked_fill(~mask[:, None], -1)
@@ -258,7 +265,7 @@ class TopKRouter(nn.Module):
     @property
     def draws(self) -> bool:
         """Whether a forward draws random numbers, which a recomputation must repeat."""
-        return bool(self.input_jitter_eps) and self.training
+        return self.force_load_balancing or (bool(self.input_jitter_eps) and self.training)
 
     @property
     def _has_loss(self) -> bool:
@@ -385,6 +392,7 @@ class TopKRouter(nn.Module):
         parts += ["score_before_top_k=False"] * (not how.score_before_top_k)
         parts += ["normalize_top_k=True"] * how.normalize_top_k
         parts += [f"input_jitter_eps={self.input_jitter_eps}"] * (self.input_jitter_eps > 0)
+        parts += ["force_load_balancing=True"] * self.force_load_balancing
         parts += [f"num_groups={how.num_groups}, group_top_k={how.group_top_k}"] * (how.num_groups > 1)
         if (capacity := self.capacity) is not None:
             parts.append(f"capacity_factor={capacity.factor}, drop_policy={capacity.policy!r}")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import minifloat
 from minifloat.functional import sort_by_expert
-from minifloat.functional.router import multiply_in_fp32
+from minifloat.functional.router import choose_experts, count_experts, multiply_in_fp32
 from minifloat.nn import TopKRouter
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.parallel.data_parallel import data_parallel
@@ -48,7 +48,8 @@ MORE: dict[str, dict[str, Any]] = {
     "capacity by position": {**ALL_LOSSES, "capacity_factor": 0.75, "drop_policy": "position", "normalize_top_k": True},
 }
 """Options by which a token's experts do not follow from the token alone."""
-ALL = OPTIONS | MORE
+SMOOTH = OPTIONS | MORE
+ALL = SMOOTH | {"forced": {"force_load_balancing": True}}
 FOR_EACH_OPTION = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
 FOR_ALL_OPTIONS = pytest.mark.parametrize("options", list(ALL.values()), ids=list(ALL))
 
@@ -131,7 +132,7 @@ def test_against_a_loop(options: dict[str, Any], k: int, device: torch.device) -
     assert got.loss.item() == pytest.approx(0.25 * balance + 0.125 * z, rel=1e-5)
 
 
-@FOR_ALL_OPTIONS
+@pytest.mark.parametrize("options", list(SMOOTH.values()), ids=list(SMOOTH))
 def test_gradcheck(options: dict[str, Any]) -> None:
     """Of everything that has gradients, in float64."""
     router = made(8, 2, dtype=torch.float64, logits_dtype=torch.float64, **options, **LOSSES)
@@ -437,7 +438,29 @@ def test_jitter(dtype: torch.dtype, device: torch.device) -> None:
     assert torch.equal(router(x).probabilities, plain(x).probabilities)
 
 
-@pytest.mark.parametrize("options", [{"input_jitter_eps": 0.25}])
+def test_forced_balance(device: torch.device) -> None:
+    """Of a router that has collapsed, in evaluation too; the logits get the gradients of what is drawn."""
+    router = made(8, 2, device, force_load_balancing=True, normalize_top_k=True)
+    with torch.no_grad():
+        router.weight[3:] -= 100
+    x = torch.rand(4000, H, device=device, requires_grad=True)
+    torch.manual_seed(2)
+    probabilities, indices, _ = router(x)
+    torch.manual_seed(2)
+    drawn = torch.randn(4000, 8, device=device, requires_grad=True)
+    choice = choose_experts(drawn, router.selection, None)
+    assert torch.equal(indices, choice.indices) and torch.equal(probabilities, choice.probabilities)
+    for each in (indices, router.eval()(x).indices):
+        counts = count_experts(each, 8)
+        assert ((counts - 1000).abs() < 6 * (1000 * 0.75) ** 0.5).all()
+    dp = torch.randn_like(probabilities)
+    (dlogits,) = torch.autograd.grad(choice.probabilities, drawn, dp)
+    dx, dw = torch.autograd.grad(probabilities, [x, router.weight], dp)
+    torch.testing.assert_close(dx, dlogits @ router.weight)
+    torch.testing.assert_close(dw, dlogits.t() @ x)
+
+
+@pytest.mark.parametrize("options", [{"input_jitter_eps": 0.25}, {"force_load_balancing": True}])
 @pytest.mark.parametrize("form", ["minifloat", "torch", "layer"])
 def test_a_recomputation_draws_the_same(form: str, options: dict[str, Any]) -> None:
     """Gradients are those of a forward that is kept, to the bit."""
