@@ -94,8 +94,10 @@ def check_reduced(layer: object, weight: Tensor) -> None:
         raise unreduced(label_of(layer))
 
 
-def check_same_rows(layer: object, parameters: Iterable[Tensor]) -> None:
-    """Raises if DDP would average a weight of which each rank of ``etp_group`` has other rows.
+def check_same_rows(
+    layer: object, parameters: Iterable[Tensor], why: str = "etp_group has other rows of this weight"
+) -> None:
+    """Raises if DDP would average what is another tensor on each rank of a group; ``why``: of which group, and what.
 
     Raises:
         ValueError: a wrapper, which does not ignore them, would take them for the same ones.
@@ -103,8 +105,8 @@ def check_same_rows(layer: object, parameters: Iterable[Tensor]) -> None:
     if not all(getattr(each, "_ddp_ignored", False) for each in parameters):
         raise ValueError(
             f"{label_of(layer)}: DistributedDataParallel broadcasts and all-reduces parameters that all ranks have, "
-            "and each rank of etp_group has other rows of this weight; give minifloat.distributed.parallelize a mesh "
-            "with a 'dp' dim, which reduces the gradients of all parameters"
+            f"and each rank of {why}; give minifloat.distributed.parallelize a mesh with a 'dp' dim, which reduces the "
+            "gradients of all parameters"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import DelayedCall, check_finite, checks_finite, used, watch_gradient
-from minifloat.comm.dtensor_ddp import is_dtensor
+from minifloat.comm.dtensor_ddp import check_same_rows, check_when_wrapping, is_dtensor
 from minifloat.comm.group import Group, cached
 from minifloat.formats import Format
 from minifloat.functional.etp.rows import ExpertRows, Reduction
@@ -60,6 +60,12 @@ class Expert(nn.Module):
         super().__init__()
         self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        replaced: Any = self._parameters.get(name)
+        super().register_parameter(name, param)
+        if hasattr(replaced, "ep_group") and param is not None:
+            param.ep_group = replaced.ep_group  # type: ignore[attr-defined]
 
 
 @cached
@@ -412,10 +418,42 @@ class GroupedLinear(LinearState):
 
     def _mark_parameters(self) -> None:
         super()._mark_parameters()
-        for parameter in self.parameters() if self.ep_group.size > 1 else ():
-            parameter.ep_group = self.ep_group  # type: ignore[attr-defined] # others are on other ranks
+        if self.ep_group.size > 1:
+            check_when_wrapping(check_experts_not_replicated)
+            for parameter in self.parameters():
+                parameter.ep_group = self.ep_group  # type: ignore[attr-defined] # others are on other ranks
         if self._etp is not None:
             self._joined = None  # which are rows now
+
+    @torch.no_grad()
+    def _share_experts(self, ranks: Group, shared: MutableMapping[Tensor, nn.Parameter]) -> None:
+        """Keeps this rank's of all experts, in memory of their own; ``shared``: as of ``tensor_parallel.shard_rows``.
+
+        Separate parameters stay the objects that they are.
+        """
+        assert self.ep_group.size == 1 and self._etp is None
+        count = self.num_experts // ranks.size
+        own = slice(ranks.rank * count, (ranks.rank + 1) * count)
+        for number in {*self._numbers()} - {*self._numbers()[own]}:
+            self._modules.pop(number, None)
+        self.ep_group, self.first_expert, self.num_gemms, self._groups = ranks, own.start, count, count
+        for kind in ("weight", "bias"):
+            whole = self._parameters.get(kind)
+            if whole is not None:
+                if whole not in shared:
+                    shared[whole] = nn.Parameter(whole[own].clone(), whole.requires_grad)
+                    noted = {name: value for name, value in vars(whole).items() if name != "main_grad"}
+                    shared[whole].__dict__.update(noted)
+                self.register_parameter(kind, shared[whole])
+            elif str(own.start) in self._modules:
+                experts: list[Any] = [self._modules[number]._parameters.get(kind) for number in self._numbers()]  # type: ignore[union-attr]
+                if not any(each is None or isinstance(each, QuantizedTensor) for each in experts):
+                    for each, values in zip(experts, torch.stack(experts).unbind(), strict=True):
+                        each.data = values
+        self._joined = None
+        self._join_weights()
+        self._mark_parameters()
+        self.invalidate()
 
     def _join_weights(self) -> None:
         """Lets separate weights lie in one piece of memory, after something has made or moved each by itself."""
@@ -459,3 +497,19 @@ class GroupedLinear(LinearState):
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self._has_bias}"
+
+
+@checked
+def ep_parameters(model: nn.Module) -> dict[nn.Parameter, Group]:
+    """Finds the parameters below ``model`` that are those of a rank's experts, and the ranks that have the others.
+
+    Give them to ``fully_shard`` as ``ignored_params`` where its ranks are some of these.
+    """
+    layers = (each for each in model.modules() if isinstance(each, GroupedLinear) and each.ep_group.size > 1)
+    return {parameter: layer.ep_group for layer in layers for parameter in layer.parameters()}
+
+
+def check_experts_not_replicated(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, GroupedLinear) and layer.ep_group.size > 1:
+            check_same_rows(layer, layer.parameters(), "ep_group has other experts")

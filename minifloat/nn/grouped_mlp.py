@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -95,6 +95,12 @@ class GroupedMLP(parts.LayerOfParts):
             init_method=output_layer_init_method or init_method,
             name=parts.part_name(name, "fc2"),
         )
+
+    def _share_experts(self, ranks: Group, shared: MutableMapping[Tensor, nn.Parameter]) -> None:
+        """Keeps this rank's of all experts, as of :class:`GroupedLinear`."""
+        for fc in (self.fc1, self.fc2):
+            fc._share_experts(ranks, shared)
+        self.ep_group = ranks
 
     @property
     def _label(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from minifloat.arguments import checked
 from minifloat.comm.collectives import all_reduce
 from minifloat.comm.dtensor_ddp import MARK, history_names, is_dtensor, unreduced
-from minifloat.comm.group import Group
+from minifloat.comm.group import Group, cached
 from minifloat.functional.etp.prefetch_queue import queue_of
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn import tensor_parallel
 from minifloat.nn.embedding import EtpEmbedding, VocabParallelEmbedding
-from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.grouped_linear import GroupedLinear, check_experts_not_replicated, ep_parameters
+from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.tensor_parallel import check_not_replicated, etp_parameters
@@ -37,18 +39,21 @@ RanksLike = dist.ProcessGroup | DeviceMesh | Group
 class ReducedGradients:
     """A forward pre-hook of a module: ``reduce`` sees each gradient of its parameters before it is accumulated.
 
+    That of experts that ranks share out is told which ranks these are, ``ep_group``.
+
     It watches the parameters that the module has by then, which ``to_empty`` and the like may have made anew; neither
     rows of a weight, whose gradients are reduced as they are computed, nor DTensors; with ``recurse`` none that FSDP2
     reduces, be it gathered or not.
     """
 
-    def __init__(self, reduce: Callable[[Tensor], Tensor | None], *, recurse: bool) -> None:
+    def __init__(self, reduce: Callable[..., Tensor | None], *, recurse: bool) -> None:
         self._reduce, self.recurse = reduce, recurse
         self._watched: dict[str, ReferenceType[Tensor]] = {}
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         elsewhere = hooks.managed_below(module) if self.recurse else ()
         rows = etp_parameters(module)  # not by their marks, which a parameter that was put in their place lacks
+        experts = ep_parameters(module)
         for name, parameter in module.named_parameters(recurse=self.recurse):
             path, _, local_name = name.rpartition(".")
             if elsewhere and (module.get_submodule(path), local_name) in elsewhere:
@@ -56,7 +61,8 @@ class ReducedGradients:
             known = self._watched.get(name)
             own = parameter not in rows and not is_dtensor(parameter)
             if own and parameter.requires_grad and (known is None or known() is not parameter):
-                parameter.register_hook(self._reduce)
+                ranks = experts.get(parameter)
+                parameter.register_hook(self._reduce if ranks is None else partial(self._reduce, ep_group=ranks))
                 self._watched[name] = ref(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,31 +78,63 @@ def reduce_replicated(
 ) -> None:
     """Reduces the gradients of parameters that ranks with other data all have, each before it is accumulated.
 
-    For models whose layers were made with ``etp_group``; :func:`~minifloat.distributed.parallelize` sees to it itself.
-    Weights that those layers share out reduce their own gradients and are left alone. Call it once, on the module whose
-    forward runs first. What goes past autograd, into ``main_grad`` or to ``backward_dw``, is left to you.
+    For models whose layers were made with ``etp_group`` or ``ep_group``; :func:`~minifloat.distributed.parallelize`
+    sees to it itself. Weights whose rows layers share out reduce their own gradients and are left alone. Those of
+    experts, sums over the tokens of ``ep_group``, are reduced over the other groups, and ``"mean"`` divides them by the
+    number of all ranks as it does those of dense parameters. Call it once, on the module whose forward runs first. What
+    goes past autograd, into ``main_grad`` or to ``backward_dw``, is left to you.
 
     Args:
-        groups: the ranks: ``etp_group``, and those of data parallelism where it is not ``DistributedDataParallel``'s.
+        groups: the ranks: ``etp_group``, ``ep_group``, and those of data parallelism where it is not
+            ``DistributedDataParallel``'s.
         reduction: of the gradients of all of these ranks.
         reduce_dtype: that they are sent and summed in; default: their own.
+
+    Raises:
+        ValueError: the ranks of a group are some of an ``ep_group``, or all of it and others, which have other experts.
     """
     each = [groups] if isinstance(groups, RanksLike) else groups
     ranks = [group for group in map(Group.of, each) if group.size > 1]
+    for ep_group in set(ep_parameters(model).values()):
+        _replicas(ranks, ep_group)
     if ranks:
         model.register_forward_pre_hook(
             ReducedGradients(partial(_reduced, ranks, reduction == "mean", reduce_dtype), recurse=True)
         )
 
 
-def _reduced(groups: Sequence[Group], mean: bool, dtype: torch.dtype | None, gradient: Tensor | None) -> Tensor | None:
+def _reduced(
+    groups: Sequence[Group], mean: bool, dtype: torch.dtype | None, gradient: Tensor | None,
+    ep_group: Group | None = None,
+) -> Tensor | None:  # fmt: skip
     if gradient is None:  # it goes past autograd
         return None
-    total, size = gradient.to(dtype or gradient.dtype, copy=True), 1
-    for group in groups:
+    total = gradient.to(dtype or gradient.dtype, copy=True)
+    for group in groups if ep_group is None else _replicas(groups, ep_group):
         total = queue_of(group).sum_at_once(partial(all_reduce, total, group))
-        size *= group.size
-    return (total.div_(size) if mean else total).to(gradient.dtype)
+    return (total.div_(math.prod([group.size for group in groups])) if mean else total).to(gradient.dtype)
+
+
+@cached
+def _members(group: Group) -> frozenset[int]:
+    return frozenset(dist.get_process_group_ranks(group.process_group))
+
+
+def _replicas(groups: Sequence[Group], ep_group: Group) -> list[Group]:
+    """Leaves out the ranks of ``ep_group``, over which gradients of experts are sums already.
+
+    Raises:
+        ValueError: they are a part of others, or others of them.
+    """
+    experts = _members(ep_group)
+    for group in groups:
+        if len(_members(group) & experts) > 1 and _members(group) != experts:
+            raise ValueError(
+                f"reduce_replicated: a group has ranks {sorted(_members(group))}, and ranks {sorted(experts)} share "
+                "out experts (ep_group), whose gradients would be mixed; pass ep_group itself, and groups of ranks "
+                "that have the same experts"
+            )
+    return [group for group in groups if _members(group) != experts]
 
 
 @checked
@@ -118,9 +156,10 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
     Raises:
         ValueError: a linear has ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, and DDP does not ignore its
-            weight; or a weight is sharded over ``etp_group``.
+            weight; or a weight is sharded over ``etp_group``, or experts over ``ep_group``.
     """
     check_not_replicated(module)
+    check_experts_not_replicated(module)
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for name, linear in module.named_modules():
         if not isinstance(linear, LinearState) or not (linear.fuse_wgrad_accumulation or linear.delay_wgrad_compute):
@@ -170,7 +209,7 @@ def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
 
 
 _SHARDED = (Linear, GroupedLinear, nn.Embedding, EtpEmbedding, VocabParallelEmbedding)
-_DIMS = ("dp", "etp", "eetp", "tp")
+_DIMS = ("dp", "ep", "etp", "eetp", "tp")
 
 
 class Ranks(NamedTuple):
@@ -181,12 +220,14 @@ class Ranks(NamedTuple):
         etp: ranks with other data that share the rows of weights.
         eetp: others, which share the rows of experts; None: ``etp`` does.
         dp: ranks with other data that have the same rows.
+        ep: ranks with other data that share out experts.
     """
 
     tp: Group = Group()
     etp: Group = Group()
     eetp: Group | None = None
     dp: Group = Group()
+    ep: Group = Group()
 
     @staticmethod
     def of(mesh: DeviceMesh | ProcessGroup | Group) -> Ranks:
@@ -194,7 +235,7 @@ class Ranks(NamedTuple):
 
         Raises:
             ValueError: one of several dims has another name, or none; PyTorch, which sorts the ranks of a group,
-                numbers those of a dim in different orders.
+                numbers those of a dim in different orders; there are both ``"ep"`` and ``"tp"``.
         """
         names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
         if not isinstance(mesh, DeviceMesh) or (mesh.ndim == 1 and not set(names) & set(_DIMS)):
@@ -202,8 +243,8 @@ class Ranks(NamedTuple):
         if len(names) != mesh.ndim or not set(names) <= set(_DIMS):
             raise ValueError(
                 f"parallelize: the dims of the mesh are named {mesh.mesh_dim_names}; name them "
-                "init_device_mesh(..., mesh_dim_names=('dp', 'etp', 'eetp', 'tp')), or some of these, or pass one of "
-                "them, as in mesh['tp']"
+                f"init_device_mesh(..., mesh_dim_names={_DIMS}), or some of these, or pass one of them, as in "
+                "mesh['tp']"
             )
         for dim, name in enumerate(names):
             order = mesh.mesh.argsort(dim).movedim(dim, -1).reshape(-1, mesh.size(dim))
@@ -212,12 +253,18 @@ class Ranks(NamedTuple):
                     f"parallelize: the ranks of {name!r} in the mesh {mesh.mesh.tolist()} are in different orders, and "
                     "the groups of PyTorch are sorted; order the ranks of each dim alike, as init_device_mesh does"
                 )
-        return Ranks(**{name: Group.of(mesh[name]) for name in names})
+        ranks = Ranks(**{name: Group.of(mesh[name]) for name in names})
+        if min(ranks.ep.size, ranks.tp.size) > 1:
+            raise ValueError(
+                f"parallelize: the mesh has {ranks.ep.size} ranks of 'ep' and {ranks.tp.size} of 'tp', and experts are "
+                "not tensor-parallel; use 'etp' in place of 'tp'"
+            )
+        return ranks
 
     @property
     def data(self) -> tuple[Group, ...]:
         """Groups of several ranks that have other data."""
-        return tuple(each for each in (self.etp, self.eetp, self.dp) if each is not None and each.size > 1)
+        return tuple(each for each in (self.etp, self.eetp, self.ep, self.dp) if each is not None and each.size > 1)
 
     def rows(self, module: nn.Module) -> Group:
         """Returns the ranks that share the weight of ``module``; its replicas are on all others."""
@@ -264,6 +311,50 @@ def plan_rows(
     return found
 
 
+def plan_experts(model: nn.Module, ranks: Ranks, plan: Mapping[str, str]) -> dict[str, GroupedMLP]:
+    """Lists by name the experts that the ranks of ``ep`` are to share out.
+
+    Raises:
+        ValueError: ranks cannot share them, or other ranks do already.
+    """
+    found: dict[str, GroupedMLP] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear) and module.ep_group not in (Group(), ranks.ep):
+            raise ValueError(
+                f"parallelize: {name} was made with an ep_group of {module.ep_group.size} ranks, which are no dim 'ep' "
+                "of the mesh; make it with ep_group=mesh['ep'], or without, and pass the mesh of all dims"
+            )
+        style = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
+        if isinstance(module, GroupedMLP) and module.ep_group.size < ranks.ep.size and style != "replicated":
+            _check_experts(name, module, ranks.ep.size)
+            found[name] = module
+    return found
+
+
+def _check_experts(name: str, module: GroupedMLP, size: int) -> None:
+    if module.num_experts % size:
+        raise ValueError(
+            f"parallelize: {name} has {module.num_experts} experts, which {size} ranks of 'ep' cannot share alike; "
+            "choose a size that divides them"
+        )
+    for each, fc in (("fc1", module.fc1), ("fc2", module.fc2)):
+        if not isinstance(fc, GroupedLinear):
+            raise ValueError(
+                f"parallelize: {name}.{each} is a {type(fc).__name__}, whose experts cannot be shared out; keep the "
+                "GroupedLinear, or name the experts in plan as 'replicated'"
+            )
+        if "forward_scaling" in fc._modules:
+            raise ValueError(
+                f"parallelize: {name}.{each} has delayed scaling, whose histories all ranks reduce together, and over "
+                "'ep' these are of different experts; use current scaling, or blocks"
+            )
+        if any(isinstance(parameter, DTensor) for parameter in fc.parameters()):
+            raise ValueError(
+                f"parallelize: the parameters of {name}.{each} are DTensors, shared out already; parallelize the model "
+                "before fully_shard"
+            )
+
+
 def _check_layer(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.Embedding) and (module.sparse or module.max_norm is not None):
         raise ValueError(
@@ -298,10 +389,10 @@ def shard_rows(
         layer = EtpEmbedding._adopt_whole(module) if type(module) is nn.Embedding else module
         assert isinstance(layer, LinearState | EtpEmbedding)
         group = ranks.rows(module)
-        rows = tensor_parallel.shard_rows(
-            layer, group, reduction, tuple(each for each in ranks.data if each != group), shared
-        )
-        rows.sharding = rows.sharding._replace(**options)
+        summed = layer.ep_group if isinstance(layer, GroupedLinear) else Group()
+        replicas = tuple(each for each in ranks.data if each not in (group, summed))
+        rows = tensor_parallel.shard_rows(layer, group, reduction, replicas, shared)
+        rows.sharding = rows.sharding._replace(summed=summed.size, **options)
         layer.invalidate()
     if ranks.data:
         reduce_replicated(model, ranks.data, reduction, reduce_dtype=options["reduce_dtype"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Literal, NamedTuple
@@ -27,7 +27,15 @@ from minifloat.nn.multihead_attention import MultiheadAttention, check_parallel
 from minifloat.nn.quantized_parameters import quantized_weight
 from minifloat.nn.tensor_parallel import Partition, partitions
 from minifloat.nn.transformer_layer import TransformerLayer
-from minifloat.parallel.data_parallel import Ranks, ReducedGradients, check_once, plan_rows, shard_rows, weight_rows
+from minifloat.parallel.data_parallel import (
+    Ranks,
+    ReducedGradients,
+    check_once,
+    plan_experts,
+    plan_rows,
+    shard_rows,
+    weight_rows,
+)
 from minifloat.quantizer import DTYPES
 from minifloat.tensor import QuantizedTensor, quantize
 
@@ -77,11 +85,15 @@ def parallelize(
                           and ``nn.Embedding``, gathered before they are used; with ``"tp"`` rows of that part
     ``"eetp"``  its own   if there is one, its rows of the weights of each :class:`~minifloat.GroupedLinear`, of which
                           the ranks of ``"etp"`` then have the same
+    ``"ep"``    its own   its experts of each :class:`~minifloat.GroupedMLP`, as those of a :class:`~minifloat.MoE`;
+                          with ``"etp"`` or ``"eetp"`` rows of each of these
     ``"dp"``    its own   the same as the other ranks of this dim
     ==========  ========  ===========================================================================================
 
-    Gradients of all parameters are reduced over ``"etp"``, ``"eetp"`` and ``"dp"``, in backward: do without
-    ``DistributedDataParallel``. The forward of ``model`` itself must run, whose hook finds the parameters.
+    Gradients of all parameters are reduced over ``"etp"``, ``"eetp"``, ``"ep"`` and ``"dp"``, in backward: do without
+    ``DistributedDataParallel``. Those of experts are sums over the tokens of ``"ep"`` already, and ``"mean"`` divides
+    them by its size, too, so that a step is that of one process with the tokens of all ranks. The forward of ``model``
+    itself must run, whose hook finds the parameters.
 
     Over ``"tp"`` each :class:`~minifloat.TransformerLayer`, :class:`~minifloat.MultiheadAttention` and
     :class:`~minifloat.LayerNormMLP` becomes what ``set_parallel_mode=True`` would have made of it, with the values it
@@ -93,15 +105,17 @@ def parallelize(
 
     Args:
         model: the same on all ranks: sizes and values.
-        mesh: the ranks: a device mesh whose dims are named among ``"dp"``, ``"etp"``, ``"eetp"`` and ``"tp"``; a group,
-            or one dim of another name, is ``"tp"``. A single rank changes nothing.
+        mesh: the ranks: a device mesh whose dims are named among ``"dp"``, ``"ep"``, ``"etp"``, ``"eetp"`` and
+            ``"tp"``, not both of ``"ep"`` and ``"tp"``; a group, or one dim of another name, is ``"tp"``. A single rank
+            changes nothing.
         sequence_parallel: as of the layers: activations between them are split along their first dim.
         plan: for further modules, by glob patterns for dotted names (``*`` matches dots too, the first that matches
             wins): ``"column"`` or ``"row"`` for a :class:`~minifloat.Linear` (``"column"`` also for a
             :class:`~minifloat.LayerNormLinear`); ``"vocabulary"`` for an ``nn.Embedding``, which becomes a
             ``VocabParallelEmbedding``; ``"sequence"`` for a module that works on rows of its own, such as a final norm:
             the gradients of its parameters are summed over the ranks; ``"replicated"`` for a module whose weight stays
-            whole over ``"etp"``. What is not named stays as it is.
+            whole over ``"etp"``, or a :class:`~minifloat.GroupedMLP` all of whose experts stay. What is not named
+            stays as it is.
         etp_reduction: of the gradients of ranks with other data: ``"mean"`` or ``"sum"``.
         reduce_dtype: that these are sent and summed in, as FSDP2's; default: that of what they are added to.
         recast: free the codes of a weight's rows, over ``"etp"``, after its forward, and cast them again for backward:
@@ -115,8 +129,8 @@ def parallelize(
     Raises:
         ValueError: a size does not divide by the number of ranks; a parameter is a DTensor, sharded already or shared
             with a module that is cut in another way; a pattern fits nothing; dims of several have other names; an
-            embedding is sparse or has ``max_norm``; a linear that stays whole fuses or delays its gradient. Nothing was
-            changed then.
+            embedding is sparse or has ``max_norm``; a linear that stays whole fuses or delays its gradient; experts
+            have delayed scaling, or are shared out over other ranks than those of ``"ep"``. Nothing was changed then.
     """
     if reduce_dtype not in (None, *DTYPES):
         raise ValueError(f"parallelize: reduce_dtype is {reduce_dtype}; torch.float32 or torch.bfloat16 is needed")
@@ -126,8 +140,12 @@ def parallelize(
     if shards or ranks.data:
         check_once(model)
     layers = plan_rows(model, ranks, plan, {shard.module for shard in shards if shard.summed})
-    _check_parameters(model, shards, weight_rows(layers))
+    experts = plan_experts(model, ranks, plan)
+    _check_parameters(model, shards, weight_rows(layers), {fc for each in experts.values() for fc in each.children()})
     _cut(shards)
+    shared: dict[Tensor, nn.Parameter] = {}
+    for each in experts.values():
+        each._share_experts(ranks.ep, shared)
     options = {"recasts": recast, "reduce_dtype": reduce_dtype, "prefetch": (prefetch, prefetch_bytes)}
     shard_rows(model, layers, ranks, etp_reduction, **options)
     return model
@@ -170,17 +188,21 @@ def _local_piece(whole: Tensor, partition: Partition) -> Tensor:
 
 
 def _check_parameters(
-    model: nn.Module, shards: list[Sharding], rows: Mapping[tuple[nn.Module, str], tuple[int, int]]
-) -> None:
-    """Raises where a parameter is none that can be cut, or is another one elsewhere; ``rows``: over ``"etp"``."""
+    model: nn.Module, shards: list[Sharding], rows: Mapping[tuple[nn.Module, str], tuple[int, int]],
+    experts: Set[nn.Module],
+) -> None:  # fmt: skip
+    """Raises where a parameter is none that can be cut, or is another one elsewhere.
+
+    ``rows``: over ``"etp"``; ``experts``: layers that are cut over ``"ep"``.
+    """
     cuts = {(shard.module, name): partition for shard in shards for name, partition in shard.cuts.items()}
-    users: dict[Tensor, dict[str, tuple[Partition | None, tuple[int, int] | None]]] = {}
+    users: dict[Tensor, dict[str, tuple[Partition | None, tuple[int, int] | None, bool]]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            both = cuts.get((module, name)), rows.get((module, name))
-            users.setdefault(parameter, {})[f"{prefix}.{name}"] = both
+            of_each = cuts.get((module, name)), rows.get((module, name)), module in experts
+            users.setdefault(parameter, {})[f"{prefix}.{name}"] = of_each
     for parameter, uses in users.items():
-        name, (partition, _) = next(iter(uses.items()))
+        name, (partition, *_) = next(iter(uses.items()))
         if len(set(uses.values())) > 1:
             raise ValueError(
                 f"parallelize: {' and '.join(uses)} are one parameter, which would be cut in different ways; name all "

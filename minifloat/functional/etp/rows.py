@@ -39,6 +39,7 @@ class Sharding(NamedTuple):
         reduce_dtype: of gradients until they are reduced; None: that of what they are added to.
         prefetch: how many gathers are started ahead while this weight is multiplied, and of how many bytes at most;
             one is always started, unless there are to be none. None: no limit.
+        summed: over how many ranks with other data gradients are sums already, as those of experts over ``ep_group``.
     """
 
     group: Group
@@ -49,6 +50,7 @@ class Sharding(NamedTuple):
     recasts: bool = False
     reduce_dtype: torch.dtype | None = None
     prefetch: tuple[int, int | None] = (1, None)
+    summed: int = 1
 
 
 class ShardedRows:

@@ -283,7 +283,8 @@ class EtpWeight:
         start = partial(start_reduce_scatter_rows, send, ShardMap.even(rows, group.size), group, mean=divided)
         if self.queue.collected is not None and not main_grad:
             sink = partial(_collect, self.queue.collected)
-        give = partial(self._give, sink, math.prod([each.size for each in groups]) if mean and not divided else 1)
+        divisor = self.sharding.summed * (1 if divided else math.prod([each.size for each in groups]))
+        give = partial(self._give, sink, divisor if mean else 1)
         finish = give if delayed else partial(self._add, give)
         for ranks in reversed(self.sharding.replicas):
             finish = partial(self._reduce_further, ranks, divided, finish)
