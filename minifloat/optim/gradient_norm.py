@@ -33,15 +33,16 @@ def gradient_norm(
 ) -> Tensor:
     """Computes the 2-norm of the whole model's gradients, each parameter counted once, wherever it is sharded.
 
-    Parameters that say ``tensor_model_parallel`` or ``etp_group`` are parts, each of which counts; a DTensor counts by
-    its placements; all others are the same on the ranks of ``tp_group`` and of data parallelism, whose gradients must
-    have been averaged before. ``minifloat.distributed.fully_shard`` keeps those marks; PyTorch's own loses them. Norms
-    of single gradients are fp32, exchanged in one all-gather, so that all ranks get the same bits; where nothing is
-    sharded and gradients are fp32, those of ``torch.nn.utils.clip_grad_norm_``.
+    Parameters that say ``tensor_model_parallel`` or ``etp_group`` are parts, each of which counts; those that say
+    ``ep_group`` are of experts, of which each rank there has others; a DTensor counts by its placements; all others are
+    the same on the ranks of ``tp_group`` and of data parallelism, whose gradients must have been averaged before.
+    ``minifloat.distributed.fully_shard`` keeps those marks; PyTorch's own loses them. Norms of single gradients are
+    fp32, exchanged in one all-gather, so that all ranks get the same bits; where nothing is sharded and gradients are
+    fp32, those of ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
-        parameters: the same ones in the same order on all ranks of the group; those without a gradient are skipped.
-            What a gradient is, ``main_grad`` or ``grad``, :func:`gradient` says.
+        parameters: the same ones in the same order on all ranks of the group, of experts as many; those without a
+            gradient are skipped. What a gradient is, ``main_grad`` or ``grad``, :func:`gradient` says.
         tp_group: the ranks over which parameters are sharded.
 
     Raises:

@@ -14,7 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import minifloat
 from minifloat import GroupedMLP, quantized_model_init
-from minifloat.distributed import data_parallel, ep_parameters, parallelize, reduce_replicated
+from minifloat.distributed import (
+    data_parallel,
+    ep_parameters,
+    fully_shard,
+    parallelize,
+    reduce_replicated,
+    sharded_weights,
+)
 from tests.helpers import etp_cases
 from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.expert_cases import Case, E, F, H, Tokens, batches, data_rank, gradients, joined, own_part
@@ -266,3 +273,62 @@ def test_refusals_change_nothing(worker_pool: Pools) -> None:
         for name, (said, unchanged) in found.items():
             assert wanted[name] in said, (name, said)
             assert unchanged, name
+
+
+# ---- FSDP2 of a rank's experts ----
+
+
+def shard_experts(rank: int, size: int, dims: dict[str, int], recipe: str, single: bool) -> list[str]:
+    """Two steps; gradients that are not those of one process with all data, but for the order of sums."""
+    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    data = mesh[tuple(dims)]._flatten("data")  # type: ignore[index]
+    options: dict[str, Any] = {"recipe": recipe, "single_grouped_weight": single}
+    torch.manual_seed(1)
+    whole = nn.Sequential(*[minifloat.MoE(H, F, E, 2, **options) for _ in range(2)])
+    torch.manual_seed(1)
+    model = nn.Sequential(*[minifloat.MoE(H, F, E, 2, ep_group=mesh["ep"], **options) for _ in range(2)])
+    if single:
+        model = parallelize(copy.deepcopy(whole), mesh["ep"])  # type: ignore[assignment]
+    for moe in model:
+        fully_shard(moe.experts, mesh=mesh["dp"])  # type: ignore[arg-type]
+        fully_shard(moe, mesh=data)
+    fully_shard(model, mesh=data)
+    codes = sharded_weights(model)
+    wrong = [] if (recipe == "none" or single) == (not codes) else ["gathered weights"]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+    for step in range(2):
+        x = torch.randn(size, 11, H, generator=torch.Generator().manual_seed(step))
+        model(x[rank]).square().sum().backward()
+        (whole(x.flatten(0, 1)).square().sum() / size).backward()
+        for name, parameter in model.named_parameters():
+            assert hasattr(parameter, "ep_group") == (".experts." in name)
+            own = parameter.grad.full_tensor()  # type: ignore[union-attr]
+            wanted = own_part(model, name, whole.get_parameter(name).grad)  # type: ignore[arg-type]
+            if own.shape != wanted.shape or float((own - wanted).abs().max()) > 3e-6 * float(wanted.abs().max()):
+                wrong.append(f"{name} in step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("dims", "recipe", "single"),
+    [({"dp": 2, "ep": 2}, "mxfp8", False), ({"dp": 2, "ep": 2}, "none", True), ({"dp": 1, "ep": 2}, "mxfp8", False)],
+)
+def test_fully_shard(worker_pool: Pools, dims: dict[str, int], recipe: str, single: bool) -> None:
+    for different in worker_pool(math.prod(dims.values())).run(shard_experts, dims, recipe, single):
+        assert not different
+
+
+@on_ranks(2)
+def test_fully_shard_refuses_other_experts(rank: int, size: int) -> bool:
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "ep"))
+    model = nn.Sequential(minifloat.MoE(H, F, E, ep_group=mesh["ep"]))
+    for options in ({}, {"mesh": mesh["ep"]}):
+        with pytest.raises(ValueError, match=r"fully_shard: 0\.experts\.fc1.* is of this rank's experts"):
+            fully_shard(model, **options)
+    with pytest.raises(ValueError, match=r"fully_shard: 0\.router\.weight is no expert's"):
+        fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["ep"], ignored_params=set(ep_parameters(model)))
+    return hasattr(model[0].experts.fc1, "device_mesh")

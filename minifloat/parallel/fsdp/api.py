@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from minifloat.arguments import Device, checked
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.dtensor_ddp import local_part, sharded_like
+from minifloat.comm.group import Group
 from minifloat.comm.sharded_cast import gather, is_plain
 from minifloat.formats import COLUMNWISE
-from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.grouped_linear import GroupedLinear, ep_parameters
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.tensor_parallel import etp_parameters
@@ -32,8 +33,8 @@ from minifloat.recipe import Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor, operand_ops
 from minifloat.tensor.rows import QuantizedRows, row_unit, rows_of
 
-_TP_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts")
-"""What a tensor-parallel parameter says of itself, and the DTensor that takes its place must say too."""
+_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts", "ep_group")
+"""What a parameter that ranks of another dim share says of itself, and the DTensor in its place must say too."""
 
 
 @checked
@@ -62,6 +63,9 @@ def fully_shard(
     their gradients, not one that they are rounded to first. Delayed scaling's buffers are not sharded; the ranks of
     ``mesh`` must reduce its amaxes, which they do unless told otherwise.
 
+    Experts that an ``ep_group`` shares out take a call of their own, over ranks that have the same ones; their
+    gradients, sums over the tokens of ``ep_group``, are divided by its size, too.
+
     Args:
         mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params: as of PyTorch's. Over two dims of a mesh
             the second one shards, and amaxes are reduced over it; the first one replicates.
@@ -71,7 +75,8 @@ def fully_shard(
     Raises:
         TypeError, ValueError: ``recipe`` is not one; several modules, which take a call each.
         ValueError: a linear fuses or delays its weight gradient, which FSDP2 would not reduce; rows that ``etp_group``
-            shares out are not among ``ignored_params``; ``reshard_after_forward`` is a number of ranks.
+            shares out are not among ``ignored_params``; ranks of ``mesh`` have other experts, or other parameters are
+            in a call with experts; ``reshard_after_forward`` is a number of ranks.
     """
     if not isinstance(reshard_after_forward, bool | None):
         raise ValueError(
@@ -79,6 +84,7 @@ def fully_shard(
             "codes in forward, as many bytes as backward saves; use True or False, on a mesh of fewer ranks if need be"
         )
     _check_ignored(module, ignored_params or set())
+    shared_by = _check_experts(module, mesh, ignored_params or set())
     _set_recipes(module, recipe)
     options = {"mp_policy": mp_policy, "offload_policy": offload_policy, "ignored_params": ignored_params}
     given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
@@ -89,13 +95,15 @@ def fully_shard(
             before[each, name] = parameter, dict(vars(parameter)), initial
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
     layers = owners(module)
+    if shared_by.size > 1:
+        hooks.divide_gradients(module, shared_by.size)
     for group in hooks.param_groups(module):
         by_matrix: dict[tuple[LinearState, tuple[str, ...]], dict[str, Any]] = {}
         for param in group.fsdp_params:
             holder, local_name, shared = hooks.holder_of(param)
             layer, names, name = layers.get((holder, local_name), (None, (), ""))
             full, noted, initial = before[holder, local_name]
-            param.sharded_param.__dict__.update({mark: noted[mark] for mark in _TP_ATTRIBUTES if mark in noted})
+            param.sharded_param.__dict__.update({mark: noted[mark] for mark in _MARKS if mark in noted})
             if isinstance(full, QuantizedTensor):
                 _gather_quantized(full, initial, layer, {name: param}, group)
             elif isinstance(layer, LinearState) and not shared:
@@ -136,6 +144,34 @@ def _check_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> None:
             f"fully_shard: {name} is a rank's rows of a weight that etp_group shares, and gathers itself; pass "
             "ignored_params=minifloat.distributed.etp_parameters(model)"
         )
+
+
+def _check_experts(module: nn.Module, mesh: DeviceMesh | None, ignored: set[nn.Parameter]) -> Group:
+    """Finds the ranks that share out the experts of this call, whose parameters are not sharded yet.
+
+    Raises:
+        ValueError: FSDP2 would take different experts for the same ones, or other parameters are among them.
+    """
+    experts = ep_parameters(module)
+    named = [(name, p) for name, p in module.named_parameters() if p not in ignored and not isinstance(p, DTensor)]
+    name, found = next(((name, experts[p]) for name, p in named if p in experts), ("", Group()))
+    if found.size == 1:
+        return found
+    ranks = set(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
+    others = ranks & set(dist.get_process_group_ranks(found.process_group))
+    if len(others) > 1:
+        raise ValueError(
+            f"fully_shard: {name} is of this rank's experts (ep_group), and ranks {sorted(others)} have others; shard "
+            "the experts first, by a call of their own over the ranks that have the same ones, as mesh['dp'], or pass "
+            "ignored_params=set(minifloat.distributed.ep_parameters(model))"
+        )
+    dense = next((name for name, p in named if p not in experts), None)
+    if dense is not None:
+        raise ValueError(
+            f"fully_shard: {dense} is no expert's, and its gradient is averaged over other ranks than that of {name}; "
+            "shard the experts first, by a call of their own, as fully_shard(moe.experts, mesh=mesh['dp'])"
+        )
+    return found
 
 
 def _set_recipes(module: nn.Module, recipe: RecipeLike | None) -> None:
