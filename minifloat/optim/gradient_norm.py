@@ -89,17 +89,26 @@ def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _norms_of_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Computes fp32 norms of gradients that tensor-parallel ranks all have, and of their parts; over each etp_group."""
-    by_group: dict[Group, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    """Computes fp32 norms of gradients that tensor-parallel ranks all have, and of their parts.
+
+    Over each ``etp_group`` those of whole parameters, over each ``ep_group`` one of all experts.
+    """
+    by_groups: dict[tuple[Group, Group], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for p in parameters:
-        grad = gradient(p)
-        if grad is not None:
-            by_group[getattr(p, "etp_group", Group())][getattr(p, "tensor_model_parallel", False)].append(grad)
+        grad, experts = gradient(p), getattr(p, "ep_group", Group())
+        if grad is not None or experts.size > 1:  # other ranks' experts may have gradients
+            held = by_groups[getattr(p, "etp_group", Group()), experts]
+            held[getattr(p, "tensor_model_parallel", False)].extend([] if grad is None else [grad])
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for group, (replicated, parts) in by_group.items():
-        own = _gathered(_joined([*_norms(replicated), *_norms(parts)]), group)
-        whole = own[0] if group.size == 1 else torch.linalg.vector_norm(own, dim=0)
-        for norms, each in zip(found, whole.split([len(replicated), len(parts)]), strict=True):
+    for (rows, experts), (replicated, parts) in by_groups.items():
+        own = _joined([*_norms(replicated), *_norms(parts)])
+        whole = own if rows.size == 1 or not len(own) else torch.linalg.vector_norm(_gathered(own, rows), dim=0)
+        split = list(whole.split([len(replicated), len(parts)]))
+        if experts.size > 1:
+            of_rank = torch.stack([torch.linalg.vector_norm(each) for each in split]).to(parameters[0].device)
+            of_all = torch.linalg.vector_norm(_gathered(of_rank, experts), dim=0)
+            split = [of_all[:1], of_all[1 : 1 + bool(parts)]]
+        for norms, each in zip(found, split, strict=True):
             norms.append(each)
     return _joined(found[0]), _joined(found[1])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifloat import GroupedMLP
+from minifloat import GroupedLinear, GroupedMLP
 from minifloat.functional import sort_by_expert
 
 E, H, F, K = 4, 32, 48, 2
@@ -73,14 +73,14 @@ def joined(of_ranks: Sequence[Batch]) -> Batch:
 
 
 def own_part(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """What this rank has of a whole parameter or gradient of :class:`Tokens`: its experts, of these its rows."""
+    """What this rank has of a whole parameter or gradient: of one of all experts its own, of these or a weight rows."""
     for prefix, layer in model.named_modules():
         local = name.removeprefix(f"{prefix}.")
-        if prefix and local != name and hasattr(layer, "first_expert"):
-            if local in ("weight", "bias"):
-                whole = whole[layer.first_expert : layer.first_expert + layer.num_gemms]  # type: ignore
-            if layer._etp is not None and local in (extents := layer._etp.rows.extents()):  # type: ignore
-                whole = whole[..., extents[local][1], :]  # type: ignore
+        if isinstance(layer, GroupedLinear) and local in ("weight", "bias"):
+            whole = whole[layer.first_expert : layer.first_expert + layer.num_gemms]
+        rows: Any = layer.__dict__.get("_etp")
+        if rows is not None and local in (extents := rows.rows.extents()):
+            whole = whole[..., extents[local][1], :]
     return whole
 
 
