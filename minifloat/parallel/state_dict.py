@@ -10,8 +10,8 @@ A checkpoint says of each tensor what the whole is, so it can be loaded on any n
     load_sharded_state_dict(other, state)
 
 What a rank has of a tensor is a rectangle of the whole, :class:`SavedShard`, under tensor parallelism, extended tensor
-parallelism (``etp_group``) and :func:`~minifloat.distributed.fully_shard` alike. So what one of them saves the others
-load, on any number of ranks.
+parallelism (``etp_group``), expert parallelism (``ep_group``) and :func:`~minifloat.distributed.fully_shard` alike. So
+what one of them saves the others load, on any number of ranks. Separate experts have keys that other ranks lack.
 
 Keys are those of ``state_dict()``. Only a parameter that is made of several, each of which is cut by itself (query, key
 and value of ``fuse_qkv_params``; gate and up of a gated MLP), has an entry for each of these, as in
@@ -35,6 +35,7 @@ from minifloat.comm.dtensor_ddp import local_rows, sharded_like
 from minifloat.comm.group import Group
 from minifloat.functional.exchange import Exchange
 from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
+from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.multihead_attention import MultiheadAttention
 from minifloat.nn.tensor_parallel import etp_weights
@@ -59,6 +60,11 @@ class Entry(NamedTuple):
     sizes: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     cut: bool = False
+
+    def among(self, first: int, count: int) -> Entry:
+        """The rectangle of experts from number ``first`` on, as one of that of all ``count``, the first dim."""
+        offsets, shape = (self.offsets[0] + first, *self.offsets[1:]), (count, *self.shape[1:])
+        return self._replace(offsets=offsets, shape=shape, cut=True)
 
     def of(self, tensor: Tensor) -> Tensor:
         """This entry's part of a rank's tensor, in its memory."""
@@ -105,6 +111,7 @@ class Layout:
         self.group = _tensor_parallel_group(model)
         self.fused = _fused_parameters(model)
         self.shares = _etp_shares(model)
+        self.experts = _expert_shares(model)
 
     def of(self, key: str, tensor: Tensor) -> list[Entry]:
         """Lists the entries of a parameter or buffer, which says itself how it is cut."""
@@ -114,7 +121,8 @@ class Layout:
         share = _fsdp_share(key, tensor) if isinstance(tensor, DTensor) else self.shares.get(tensor)
         own, parts = tuple(local_rows(tensor).shape), self.fused.get(key)
         if parts is None and len(lengths) == 1:
-            return [self._entry(key, None, own, dim, lengths[0], share)]
+            entry = self._entry(key, None, own, dim, lengths[0], share)
+            return [entry if tensor not in self.experts else entry.among(*self.experts[tensor])]
         parts = parts or {str(i): length // size for i, length in enumerate(lengths)}
         entries = []
         for (name, length), end in zip(parts.items(), accumulate(parts.values()), strict=True):
@@ -149,6 +157,16 @@ def _etp_shares(model: nn.Module) -> dict[Tensor, Share]:
         parameter: (parameter.ndim - 2, *extent)
         for weight in etp_weights(model)
         for parameter, extent in zip(weight.rows.parameters(), weight.rows.extents().values(), strict=True)
+    }
+
+
+def _expert_shares(model: nn.Module) -> dict[Tensor, tuple[int, int]]:
+    """Finds the parameters of all experts of a rank, the number of the first one, and how many all ranks have."""
+    return {
+        parameter: (layer.first_expert, layer.num_experts)
+        for layer in model.modules()
+        if isinstance(layer, GroupedLinear) and layer.ep_group.size > 1
+        for parameter in layer.parameters(recurse=False)
     }
 
 

@@ -266,7 +266,7 @@ def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank
         device: where all tensors are put, one by one; None: each stays where the model is.
         only_rank0: the other ranks get an empty dict.
     """
-    _check_not_tensor_parallel(model)
+    _check_gathered(model)
     kept = not only_rank0 or dist.get_rank() == 0
     state: dict[str, Any] = {}
     for key, value in model.state_dict().items():
@@ -305,13 +305,20 @@ def load_full_state_dict(
     model.load_state_dict(local, strict)
 
 
-def _check_not_tensor_parallel(model: nn.Module) -> None:
+def _check_gathered(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if getattr(parameter, "tensor_model_parallel", False):
             raise ValueError(
                 f"{name} is tensor-parallel, and its FSDP2 ranks together have one tensor-parallel rank's share of it: "
                 "save minifloat.distributed.sharded_state_dict(model), from which any number of ranks loads"
             )
+    experts = ep_parameters(model)
+    own = next((name for name, parameter in model.named_parameters() if parameter in experts), None)
+    if own is not None:
+        raise ValueError(
+            f"{own} is of this rank's experts, and other ranks of ep_group have others, which full_state_dict does "
+            "not gather: save minifloat.distributed.sharded_state_dict(model), from which any number of ranks loads"
+        )
 
 
 def _unsharded(sharded: DTensor) -> Tensor:
