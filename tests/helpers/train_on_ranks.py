@@ -59,9 +59,10 @@ def run(
     context: int = MICRO.context,
     etp: int | None = None,
     sizes: ModelConfig = SIZES,
+    ep: int | None = None,
 ) -> Outcome:
     """A training from the newest checkpoint in ``folder`` on, which saves every second step there."""
-    ranks = ALONE if world_size == 1 else Ranks.of_world(CPU, tp, sequence_parallel, etp=etp)
+    ranks = ALONE if world_size == 1 else Ranks.of_world(CPU, tp, sequence_parallel, etp=etp, ep=ep)
     model = sizes.make(None if recipe is None else named(recipe), 3, ranks)
     checkpoints = None
     if folder is not None:
@@ -69,6 +70,10 @@ def run(
     result = train("micro", model, context, micro_corpus(), config, CPU, checkpoints=checkpoints, ranks=ranks)
     parameters = dict(model.named_parameters())
     gathered = {name: whole(parameter.detach(), parameter, ranks) for name, parameter in parameters.items()}
+    if ranks.ep.size > 1:
+        of_all: list[Any] = [None] * ranks.ep.size
+        dist.all_gather_object(of_all, gathered, group=ranks.ep.process_group)
+        gathered = {name: tensor for of_rank in of_all for name, tensor in of_rank.items()}
     validation = [m.validation_loss for m in result.history if m.validation_loss is not None]
     return Outcome(
         [m.loss for m in result.history], [m.gradient_norm for m in result.history], validation,

@@ -31,7 +31,7 @@ VALUES = {
         "--experts": "-1", "--experts 4 --top-k": "5 0", "--experts 4 --expert-bias-rate": "-1 nan inf x",
         "--expert-bias-rate": "0.1",
         "--timeout": f"0 -1 nan inf {HUGE} soon", "--max-gap": "-1 nan x", "--max-gradient-gap": "-0.1 nan x",
-        "--tp": f"0 -1 2 {HUGE} x", "--etp": f"0 -1 2 {HUGE} x",
+        "--tp": f"0 -1 2 {HUGE} x", "--etp": f"0 -1 2 {HUGE} x", "--ep": f"0 -1 2 {HUGE} x",
         "--recipe": "fp7 MXFP8 '' current,block none", "--model": "huge '' Tiny gpt2",
         "--device": "tpu '' cuda:77 meta cuda:x cpu:1", "--token-dtype": "int8 float32",
         "--tokenizer": "nowhere.json TEXT/a.txt TEXT", "--vocabulary": "9", "--against": "current",

@@ -33,11 +33,12 @@ UNCLIPPED = replace(EXACT, clip=math.inf)
 
 
 class Grid(NamedTuple):
-    """Ranks, ``--tp``, and ``--etp`` (None: ``--fsdp``)."""
+    """Ranks, ``--tp``, ``--etp`` and ``--ep`` (both None: ``--fsdp``)."""
 
     size: int
     tp: int = 1
     etp: int | None = None
+    ep: int | None = None
 
 
 def slow(*values: Any) -> Any:
@@ -51,7 +52,7 @@ def on_ranks(pool: Pools, grid: Grid, recipe: str | None, config: TrainConfig, *
     """Of the first of so many ranks; all say the same."""
     if grid.size == 1:
         return run(0, 1, recipe, config, **options)
-    outcomes = pool(grid.size).run(partial(run, tp=grid.tp, etp=grid.etp, **options), recipe, config)
+    outcomes = pool(grid.size).run(partial(run, tp=grid.tp, etp=grid.etp, ep=grid.ep, **options), recipe, config)
     for other in outcomes[1:]:
         assert torch.equal(other.numbers, outcomes[0].numbers)
         assert (other.count, other.gemms) == (outcomes[0].count, outcomes[0].gemms)
@@ -138,6 +139,18 @@ def test_a_bias_balances_experts_over_all_ranks(worker_pool: Pools, grid: Grid, 
     assert torch.equal(*biases) and biases[0].any()
 
 
+EXPERTS = replace(SIZES, experts=4)
+
+
+@pytest.mark.parametrize("grid", [Grid(2, ep=2), Grid(4, ep=2), Grid(4, etp=2, ep=2), slow(Grid(4, ep=4))])
+def test_experts_of_ranks_train_as_with_fsdp(worker_pool: Pools, grid: Grid) -> None:
+    """In fp32, where only the order of sums differs; each rank's router balances its own tokens."""
+    options: dict[str, Any] = {"sizes": EXPERTS}
+    shared, by_fsdp = (on_ranks(worker_pool, each, None, EXACT, **options) for each in (grid, Grid(grid.size)))
+    assert shared.count == by_fsdp.count == EXPERTS.parameters and shared.parameters.keys() == by_fsdp.parameters.keys()
+    close(shared, by_fsdp, 1e-5, 1e-4)
+
+
 def test_data_ranks_round_with_random_numbers_of_their_own() -> None:
     class Rank(Ranks):
         data = Group("", 4, 0)
@@ -205,6 +218,30 @@ def test_a_run_goes_on_on_other_ranks(worker_pool: Pools, tmp_path: Path, first:
     """In fp32, where only the order of sums differs."""
     whole, part = from_its_middle(worker_pool, first, then, None, EXACT, tmp_path)
     close(part, whole, 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        (Grid(2, ep=2), Grid(2)), (Grid(4, ep=2), Grid(4, ep=4)), (Grid(4, etp=2, ep=2), Grid(4, ep=2)),
+        slow(Grid(4), Grid(4, etp=2, ep=2)), slow(Grid(2), Grid(2, ep=2)), slow(Grid(4, ep=4), Grid(4, etp=4)),
+    ],
+)  # fmt: skip
+def test_experts_go_on_on_other_ranks(worker_pool: Pools, tmp_path: Path, first: Grid, then: Grid) -> None:
+    """As many, since a router's loss is that of a rank's tokens."""
+    whole, part = from_its_middle(worker_pool, first, then, None, EXACT, tmp_path, sizes=EXPERTS)
+    close(part, whole, 1e-5, 1e-4)
+
+
+def test_experts_go_on_bitwise(worker_pool: Pools, tmp_path: Path) -> None:
+    grid = Grid(4, ep=2)
+    whole, part = from_its_middle(worker_pool, grid, grid, "current", FOUR, tmp_path, sizes=EXPERTS)
+    close(part, whole, 0, 0)
+    saved = latest(tmp_path / "whole")
+    assert saved is not None
+    first, second, *others = (load_file(saved.path / f"model-{i + 1:05}-of-00004.safetensors") for i in range(4))
+    experts = {name for name in first if ".experts." in name}
+    assert experts and experts.isdisjoint(second) and len(second) == len(experts) and not any(others)
 
 
 @pytest.mark.parametrize(

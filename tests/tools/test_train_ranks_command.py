@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import pytest
 import torch
 
 from minifloat.tools.cli.ranks import check_started
+from minifloat.tools.cli.train import check_experts
 from minifloat.tools.train import loop
 from minifloat.tools.train.data import Batches
-from minifloat.tools.train.model import MODELS
+from minifloat.tools.train.model import MODELS, ModelConfig
 from tests.helpers.micro_training import invoke, write_texts
 from tests.helpers.train_on_ranks import SIZES, command, of_torchrun
 
@@ -83,6 +85,34 @@ def test_the_command_goes_on_on_one_rank(options: tuple[object, ...], tmp_path: 
     assert code == 0, text
 
 
+def test_the_command_shares_out_experts(options: tuple[object, ...], tmp_path: Path) -> None:
+    """It goes on on one rank, which generates text, too."""
+    out, more = tmp_path / "out", ("--recipe", "current", "--experts", 4, "--top-k", 2)
+    with command(tmp_path / "a", 2, *options, *more, "--ep", 2, "--steps", 2, "--out", out) as finished:
+        assert finished.wait() == [0, 0], finished.said()
+    report = (out / "report.md").read_text()
+    assert "ranks: 2, which share the batch, and 2 at a time experts" in report
+    assert "**passed**" in report
+    code, text = invoke(*options, *more, "--steps", 3, "--out", out, "--resume")
+    assert code == 0, text
+    code, text = invoke("generate", out, "--tokens", 3, "--temperature", 0, "--prompt", "the ", "--device", "cpu")
+    assert code == 0 and text.startswith("the ")
+
+
+@pytest.mark.parametrize(
+    "ep, sizes, names, message",
+    [
+        (2, SIZES, ("current",), "--ep 2 shares out experts, and the model has none; give --experts"),
+        (3, replace(SIZES, experts=4), ("current",), "--experts 4 cannot be shared out over --ep 3 ranks"),
+        (2, replace(SIZES, experts=4), ("current", "delayed"), "--ep 2 and the recipe delayed: delayed scaling"),
+    ],
+)
+def test_experts_that_ranks_cannot_share(ep: int, sizes: ModelConfig, names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_experts(ep, sizes, names)
+    check_experts(None, sizes, names)
+
+
 # `micro`, with heads for two ranks, in two processes that torchrun starts
 COMMAND = """
 from minifloat.tools.cli import main
@@ -130,6 +160,25 @@ def test_a_rank_that_dies_ends_the_command(options: tuple[object, ...], tmp_path
         assert started.processes[1].exitcode == -signal.SIGKILL and started.processes[0].exitcode not in (0, None)
     assert (out / "metrics.jsonl").read_text().count("\n") == 2  # it had begun
     assert not (out / "report.md").exists()
+
+
+@pytest.mark.parametrize(
+    "started, tp, fsdp, ep, message",
+    [
+        (4, 1, True, 2, "--fsdp shards all parameters over the ranks that share the batch, --ep 2 experts over some"),
+        (4, 2, False, 2, "--ep 2 shares out experts, which are not tensor-parallel; use --etp in place of --tp 2"),
+        (3, 1, False, 2, "--ep is 2, but torchrun has started 3; start a multiple of 2, or start 2 with: torchrun"),
+        (1, 1, False, 2, "start 2 with: torchrun --nproc-per-node 2 --no-python minifloat train --ep 2 ..."),
+        (2, 1, False, 0, "--ep is 0"),
+    ],
+)
+def test_other_processes_than_experts_need(
+    monkeypatch: pytest.MonkeyPatch, started: int, tp: int, fsdp: bool, ep: int, message: str
+) -> None:
+    for name, value in of_torchrun(0, started).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_started(tp, fsdp, None, ep)
 
 
 @pytest.mark.parametrize(

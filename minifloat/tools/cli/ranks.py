@@ -27,22 +27,23 @@ TIMEOUT = 10.0
 
 @contextmanager
 def joined(
-    tp: int, fsdp: bool, etp: int | None, sequence_parallel: bool, device: torch.device, timeout: float = TIMEOUT
-) -> Iterator[tuple[Ranks, torch.device]]:
+    tp: int, fsdp: bool, etp: int | None, ep: int | None, sequence_parallel: bool, device: torch.device,
+    timeout: float = TIMEOUT,
+) -> Iterator[tuple[Ranks, torch.device]]:  # fmt: skip
     """The ranks of this command and the device of this one; inside, all but the first one's standard output is lost.
 
     A rank that hangs is noticed after `timeout` minutes, and of ranks that die torchrun ends the others. With several
     ranks the end of this context is that of the process.
 
     Raises:
-        ValueError: torchrun has not started `tp` processes, with `fsdp` a multiple of that, with `etp` one of `tp`
-            times `etp`; both of these are given; there are fewer GPUs than ranks on this machine, or `device` is one of
-            them; `timeout` is no number of minutes.
+        ValueError: torchrun has not started `tp` processes, with `fsdp` a multiple of that, with `etp` or `ep` one of
+            their product; options are given that exclude each other; there are fewer GPUs than ranks on this machine,
+            or `device` is one of them; `timeout` is no number of minutes.
     """
     import typer
 
     patience = minutes(timeout)
-    if check_started(tp, fsdp, etp) == 1:
+    if check_started(tp, fsdp, etp, ep) == 1:
         yield ALONE, device
         return
     if device.type == "cuda":
@@ -56,7 +57,7 @@ def joined(
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
-    ranks = Ranks.of_world(device, tp, sequence_parallel, patience, etp)
+    ranks = Ranks.of_world(device, tp, sequence_parallel, patience, etp, ep)
     with ExitStack() as stack:
         if not ranks.first:
             stack.enter_context(redirect_stdout(io.StringIO()))
@@ -74,22 +75,28 @@ def minutes(timeout: float) -> timedelta:
     return timedelta(minutes=timeout)
 
 
-def check_started(tp: int, fsdp: bool, etp: int | None = None) -> int:
+def check_started(tp: int, fsdp: bool, etp: int | None = None, ep: int | None = None) -> int:
     """How many processes torchrun has started, this one alone without it; raises ValueError where options differ."""
     launched = dist.is_torchelastic_launched()
-    if fsdp and etp is not None:
+    if fsdp and (etp, ep) != (None, None):
+        part = f"--ep {ep} experts" if etp is None else f"--etp {etp} the rows of weights"
         raise ValueError(
-            f"--fsdp shards all parameters over the ranks that share the batch, --etp {etp} the rows of weights over "
-            "some of them; give one of the two"
+            f"--fsdp shards all parameters over the ranks that share the batch, {part} over some of them; give one of "
+            "the two"
+        )
+    if ep is not None and tp != 1:
+        raise ValueError(
+            f"--ep {ep} shares out experts, which are not tensor-parallel; use --etp in place of --tp {tp}"
         )
     if fsdp and not launched:
         raise ValueError(
             f"--fsdp shards over the processes that torchrun starts, and this is none; start N with: {launcher('N')}"
             "minifloat train --fsdp ..."
         )
-    given = {"--tp": tp} if etp is None else {"--tp": tp, "--etp": etp} if tp != 1 else {"--etp": etp}
+    sharing = {name: count for name, count in (("--etp", etp), ("--ep", ep)) if count is not None}
+    given = sharing if sharing and tp == 1 else {"--tp": tp} | sharing
     started = int(os.environ["WORLD_SIZE"]) if launched else 1
-    wanted, shares = math.prod(max(each, 1) for each in given.values()), fsdp or etp is not None
+    wanted, shares = math.prod(max(each, 1) for each in given.values()), fsdp or sharing
     if min(given.values()) < 1 or (started % wanted if shares else started != wanted):
         right = f"give --tp {started}, or --fsdp or --etp to share the batch"
         right = f"start a multiple of {wanted}" if shares else right

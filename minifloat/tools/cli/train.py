@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from minifloat.recipe import NAMES
+from minifloat.recipe import NAMES, DelayedScaling
 from minifloat.tools.cli import choose_device, user_errors
 from minifloat.tools.cli.output import claimed, out_folder, output_optional, tensorboard_class
 from minifloat.tools.cli.ranks import PATIENCE, TIMEOUT, decided_by_first, from_first, joined
@@ -23,14 +23,16 @@ from minifloat.tools.cli.train_job import (
     check_recipe,
     conclude,
     default_gap,
+    recipe_of,
     run_or_stop,
     settings_of,
 )
 from minifloat.tools.train import data
 from minifloat.tools.train.checkpoint_writer import check_saves
+from minifloat.tools.train.hf import HuggingFace
 from minifloat.tools.train.interrupt import end_with_launcher
 from minifloat.tools.train.loop import TrainConfig
-from minifloat.tools.train.model import MODELS
+from minifloat.tools.train.model import MODELS, ModelConfig
 
 
 def train(
@@ -92,6 +94,12 @@ def train(
             help="in place of --fsdp: so many of the ranks that share the batch shard weights, cast in shards"
         ),
     ] = None,
+    ep: Annotated[
+        int | None,
+        typer.Option(
+            help="with --experts, in place of --fsdp: so many of the ranks that share the batch share them out"
+        ),
+    ] = None,
     tp: Annotated[int, typer.Option(help="ranks that share each layer: tensor parallelism, under torchrun")] = 1,
     sequence_parallel: Annotated[
         bool, typer.Option(help="with --tp: what is not split by columns is split by tokens")
@@ -132,8 +140,11 @@ def train(
             sizes = sizes.with_vocabulary(corpus.vocabulary)
             if tensorboard:
                 tensorboard_class()  # now, not after the first step
-            ranks, chosen = held.enter_context(joined(tp, fsdp, etp, sequence_parallel, choose_device(device), timeout))
+            ranks, chosen = held.enter_context(
+                joined(tp, fsdp, etp, ep, sequence_parallel, choose_device(device), timeout)
+            )
             sizes.check_ranks(ranks.size if hf else ranks.tp.size)
+            check_experts(ep, sizes, names)
             check_memory(sizes, config, chosen, ranks)
             check_saves(save_every, keep)
             settings = {name: settings_of(name, sizes, config, corpus) for name in names}
@@ -171,6 +182,23 @@ def check_names(recipe: str, against: str | None) -> tuple[str, ...]:
     if recipe == against:
         raise ValueError(f"--against {against} compares {recipe} with itself; choose another recipe")
     return recipe, against
+
+
+def check_experts(ep: int | None, sizes: ModelConfig | HuggingFace, names: tuple[str, ...]) -> None:
+    """Raises ValueError for experts that `ep` ranks cannot share out."""
+    if ep is None:
+        return
+    experts = sizes.experts if isinstance(sizes, ModelConfig) else 0
+    if not experts:
+        raise ValueError(f"--ep {ep} shares out experts, and the model has none; give --experts, or leave --ep out")
+    if experts % ep:
+        raise ValueError(f"--experts {experts} cannot be shared out over --ep {ep} ranks alike; choose a divisor")
+    delayed = next((name for name in names if ep > 1 and isinstance(recipe_of(name), DelayedScaling)), None)
+    if delayed is not None:
+        raise ValueError(
+            f"--ep {ep} and the recipe {delayed}: delayed scaling reduces the histories of all ranks together, which "
+            "are of different experts; choose --recipe current or a recipe of blocks, or --etp in place of --ep"
+        )
 
 
 def check_limits(max_gap: float | None, max_gradient_gap: float) -> None:

@@ -219,7 +219,9 @@ def _ranks(ranks: Ranks) -> str:
     tokens = "split by tokens elsewhere" if ranks.sequence_parallel else "all tokens on each elsewhere"
     told = []
     if ranks.mesh is not None:
-        told = [f"{ranks.data.size}, which share the batch, and {ranks.etp.size} at a time the rows of each weight"]
+        shared = {"the rows of each weight": ranks.etp.size, "experts": ranks.ep.size}
+        parts = [f"{size} at a time {what}" for what, size in shared.items() if size > 1]
+        told = [", and ".join([f"{ranks.data.size}, which share the batch", *parts])]
     elif ranks.data.size > 1:
         told = [f"{ranks.data.size}, which shard the parameters and share the batch"]
     told += [f"{ranks.tp.size}, which share each linear; {tokens}"] if ranks.tp.size > 1 else []

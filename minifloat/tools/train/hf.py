@@ -109,7 +109,7 @@ class HuggingFace:
     def check_ranks(self, ranks: int) -> None:
         """Raises ValueError for several ranks, over which our own model is shared."""
         if ranks > 1:
-            raise ValueError("--hf trains on one rank; leave --tp, --etp and --fsdp out")
+            raise ValueError("--hf trains on one rank; leave --tp, --etp, --ep and --fsdp out")
 
     def settings(self) -> dict[str, Any]:
         """What the file says of the model, as JSON has it."""

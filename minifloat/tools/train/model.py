@@ -82,7 +82,7 @@ class ModelConfig:
     def check_ranks(self, ranks: int) -> None:
         """Raises ValueError where a rank would have a part of a head, or of an expert."""
         if self.experts and ranks > 1:
-            raise ValueError("--experts are not tensor-parallel; use --fsdp or --etp without --tp")
+            raise ValueError("--experts are not tensor-parallel; use --fsdp, --etp or --ep without --tp")
         most = math.gcd(self.heads, self.kv_heads)
         if most % ranks:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 Ranks are a grid, data x tensor-parallel. Those of one data position share each linear (``--tp``), those of one
 tensor-parallel position share the batch. They shard all parameters (``--fsdp``), or neighbours among them the rows of
-the linears' weights, and replicate all else (``--etp``).
+the linears' weights (``--etp``), or experts (``--ep``), and replicate all else.
 
 Every rank draws all batches and takes its sequences. Under sequence parallelism what works on tokens one by one
 (embedding, norms, head, loss) sees the rank's own positions of these only; without it every tensor-parallel rank has
@@ -42,8 +42,8 @@ class Ranks:
         data_mesh: those that share the batch, one dim; None: this rank alone.
         timeout: how long a step may wait for another rank, once the first one is done; None: as the groups were made.
         savers: all ranks, in a group for the threads that save, whose messages must not mix with a training's.
-        mesh: of extended tensor parallelism the ranks by ``"dp"``, ``"etp"`` and ``"tp"``; None: ranks that share the
-            batch shard all parameters.
+        mesh: of extended tensor parallelism and of experts the ranks by ``"dp"``, ``"ep"``, ``"etp"`` and ``"tp"``;
+            None: ranks that share the batch shard all parameters.
     """
 
     tp: Group = THIS_PROCESS
@@ -60,10 +60,12 @@ class Ranks:
         sequence_parallel: bool = True,
         timeout: timedelta | None = None,
         etp: int | None = None,
+        ep: int | None = None,
     ) -> Ranks:
         """All ranks there are, neighbours in a tensor-parallel group of ``tp``; a collective.
 
-        ``etp``: neighbours of these groups, so many, share the rows of weights; None: as with ``--fsdp``.
+        ``etp``: neighbours of these groups, so many, share the rows of weights; ``ep``: neighbours of those experts.
+        Both None: as with ``--fsdp``.
         """
         size = dist.get_world_size()
         savers = Group.of(dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
@@ -71,10 +73,11 @@ class Ranks:
             return Ranks(Group.of(dist.group.WORLD), sequence_parallel, timeout=timeout, savers=savers)
         mesh = init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("data", "tp"))
         ranks = Ranks(Group.of(mesh["tp"]), sequence_parallel, mesh["data"], timeout, savers)
-        if etp is None:
+        if etp is None and ep is None:
             return ranks
-        shape = size // (tp * etp), etp, tp
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "etp", "tp"))
+        shared = ep or 1, etp or 1, tp
+        shape = size // math.prod(shared), *shared
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep", "etp", "tp"))
         return replace(ranks, tp=Group.of(mesh["tp"]), mesh=mesh)
 
     @property
@@ -88,14 +91,19 @@ class Ranks:
         return THIS_PROCESS if self.mesh is None else Group.of(self.mesh["etp"])
 
     @property
+    def ep(self) -> Group:
+        """Those of them that share out experts."""
+        return THIS_PROCESS if self.mesh is None else Group.of(self.mesh["ep"])
+
+    @property
     def replicas(self) -> Group:
-        """Those of them that have the same rows of weights."""
+        """Those of them that have the same rows of weights, and the same experts."""
         return THIS_PROCESS if self.mesh is None else Group.of(self.mesh["dp"])
 
     @property
     def shards(self) -> int:
-        """Ranks that together have the model once."""
-        return self.tp.size * (self.data.size if self.mesh is None else self.etp.size)
+        """Ranks that together have the model once, its experts at least."""
+        return self.tp.size * (self.data.size if self.mesh is None else self.etp.size * self.ep.size)
 
     @property
     def size(self) -> int:
@@ -198,7 +206,7 @@ class Ranks:
         """From now on no exchange waits longer than that for another rank: with gloo it raises, with NCCL it aborts."""
         if self.alone or timeout is None:
             return
-        groups = Group.of(dist.group.WORLD), self.tp, self.data, self.etp, self.replicas
+        groups = Group.of(dist.group.WORLD), self.tp, self.data, self.ep, self.etp, self.replicas
         for name in {group.name for group in groups if group.size > 1}:
             dist.distributed_c10d._set_pg_timeout(timeout, Group(name).process_group)
 
@@ -209,7 +217,7 @@ class Ranks:
     # ---- checkpoints, which fit any number of ranks ----
 
     def local_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> LocalTensors:
-        """What this rank saves of ``tensors``, copied to the CPU; the first one saves what all have. Not a collective.
+        """What this rank saves of ``tensors``, copied to the CPU; the first one that has it saves. Not a collective.
 
         Args:
             parameters: what each tensor belongs to, by the same names; missing where it belongs to none.
@@ -217,18 +225,24 @@ class Ranks:
         own: dict[str, Tensor] = {}
         chunks: dict[str, list[Chunk]] = {}
         for name, tensor in tensors.items():
-            parameter = parameters.get(name)
-            if parameter is None or tensor.shape != parameter.shape:
+            parameter = owner = parameters.get(name, tensor)
+            if tensor.shape != parameter.shape:
                 parameter = tensor  # a value of its own, as a count of steps
             cut, by_rows = self.partition(parameter), self._by_rows(parameter)
-            same = self.replicas.rank if by_rows else self.data.rank  # among the ranks that have the same rows
-            if same or (self.tp.rank and cut is None):
+            if self._repeats(by_rows, of_experts(owner)) or (self.tp.rank and cut is None):
                 continue
             local = local_rows(tensor).detach()
             own[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
             if by_rows or cut is not None:
                 chunks[name] = self._chunks(parameter)
         return LocalTensors(own, chunks)
+
+    def _repeats(self, by_rows: bool, experts: bool) -> bool:
+        """Another data rank before this one has the same."""
+        if self.mesh is None:
+            return self.data.rank > 0 and not by_rows
+        same = [self.replicas, *([] if experts else [self.ep]), *([] if by_rows else [self.etp])]
+        return any(group.rank for group in same)
 
     def _chunks(self, parameter: Tensor) -> list[Chunk]:
         """Where this rank's part of a parameter lies in the whole."""
@@ -270,8 +284,8 @@ class Ranks:
         return list(shape if cut is None else cut.whole_shape(shape))
 
     def numel(self, parameter: Tensor) -> int:
-        """Elements of the whole of a parameter."""
-        return math.prod(self.shape(parameter))
+        """Elements of the whole of a parameter, of an expert's with those of other ranks' in its place."""
+        return math.prod(self.shape(parameter)) * (self.ep.size if of_experts(parameter) else 1)
 
     def _by_rows(self, parameter: Tensor) -> bool:
         """Data ranks have shared out the rows of a parameter."""
@@ -293,6 +307,11 @@ ALONE = Ranks()
 def etp_rows(parameter: Tensor) -> tuple[int, slice] | None:
     """Under extended tensor parallelism how many rows there are, and which this rank has; None: all of them."""
     return getattr(parameter, "etp_rows", None)
+
+
+def of_experts(parameter: Tensor) -> bool:
+    """It is an expert's that other ranks lack."""
+    return hasattr(parameter, "ep_group")
 
 
 def is_dtensor(tensor: Tensor) -> bool:
