@@ -249,10 +249,10 @@ class TopKRouter(nn.Module):
             counting = self.expert_counts is not None and self.training and not recomputes()  # no choice counts twice
             if counting:
                 dtensor_ddp.keep_histories()
-            loss = logits.new_zeros(())
-            if counting or self._has_loss:
+            loss, has_loss = logits.new_zeros(()), self._has_loss
+            if counting or has_loss:
                 counts = count_experts(choice.indices, self.num_experts)
-            if self._has_loss:
+            if has_loss:
                 loss = self._loss(logits, choice, counts, mask, sizes)
             if counting and self.expert_counts is not None:
                 self.expert_counts.add_(counts)

@@ -248,28 +248,29 @@ def test_loss_of_each_sequence(
 
 
 def loss_on_ranks(rank: int, size: int, wrap: str) -> list[Tensor]:
-    """Loss and gradients of this rank's tokens, of which some are padding, and the loss in evaluation."""
+    """Loss and gradient of this rank's tokens, of which some are padding, its counts, and the loss in evaluation."""
     torch.manual_seed(0)
     x, mask = torch.randn(11, H), torch.arange(11) != 2
     if size > 1:
         x, mask = (each.split([4, 7])[rank] for each in (x, mask))
     group = process_group() if size > 1 else None
-    router = made(8, 2, global_aux_loss_coefficient=1.5, aux_loss_group=group)
+    router = made(8, 2, global_aux_loss_coefficient=1.5, aux_loss_group=group, expert_bias_rate=0.5)
     model = router if wrap == "none" else DistributedDataParallel(router)
     loss = model(x, mask).loss
     loss.backward()
-    assert router.weight.grad is not None
+    assert router.weight.grad is not None and router.expert_counts is not None
     own = None if rank else router.eval()(x, mask).loss  # the other rank does not evaluate
-    return [loss.detach(), router.weight.grad, loss.detach() if own is None else own.detach()]
+    return [each.detach() for each in (loss, router.weight.grad, router.expert_counts, loss if own is None else own)]
 
 
 @pytest.mark.parametrize("wrap", ["none", "ddp"])
 def test_the_mean_over_ranks_is_the_loss_of_all_tokens(worker_pool: Pools, wrap: str) -> None:
     """However many each has."""
-    loss, gradient, _ = loss_on_ranks(0, 1, "none")
-    (a, of_a, own), (b, of_b, _) = worker_pool(2).run(loss_on_ranks, wrap)
+    loss, gradient, counts, _ = loss_on_ranks(0, 1, "none")
+    (a, of_a, own_counts, own), (b, of_b, other_counts, _) = worker_pool(2).run(loss_on_ranks, wrap)
     torch.testing.assert_close((a + b) / 2, loss)
     torch.testing.assert_close((of_a + of_b) / 2, gradient)
+    assert own_counts.sum() == 2 * 3 and torch.equal(own_counts + other_counts, counts)
     assert not torch.equal(own, a) and (wrap == "none" or torch.equal(of_a, of_b))
 
 
