@@ -93,7 +93,7 @@ LAYERS: dict[str, tuple[Callable[[Any], nn.Module], int]] = {
     "transformer": (lambda recipe: TransformerLayer(IN, HIDDEN, 4, recipe=recipe, normalization="RMSNorm"), 4),
     "grouped": (lambda recipe: Grouped(recipe, False), 1),
     "grouped as one": (lambda recipe: Grouped(recipe, True), 1),
-    "experts": (lambda recipe: MoE(IN, HIDDEN, 3, 2, recipe=recipe, shared_ffn_hidden_size=16), 4),
+    "experts": (lambda recipe: MoE(IN, HIDDEN, 3, 2, recipe=recipe, shared_ffn_hidden_size=16, shared_gate=True), 4),
     "twice": (Twice, 3),
 }
 """Layers, and how many activations each casts."""

@@ -26,7 +26,9 @@ def make(recipe: str, single: bool, seed: int = 0, quantized: bool = False) -> n
     torch.manual_seed(seed)
     options: dict[str, Any] = {"recipe": recipe, "single_grouped_weight": single, "aux_loss_coefficient": 0.0}
     with minifloat.quantized_model_init(quantized, recipe=recipe):
-        return nn.Sequential(*[MoE(32, 48, 4, 2, **options) for _ in range(2)])
+        return nn.Sequential(
+            *[MoE(32, 48, 4, 2, shared_ffn_hidden_size=16, shared_gate=True, **options) for _ in range(2)]
+        )
 
 
 def whole(value: Tensor | None) -> Tensor:
