@@ -53,7 +53,7 @@ class MoE(parts.LayerOfParts):
 
     The router chooses experts, tokens are sorted by expert (k rows for each), :class:`GroupedMLP` computes, and the
     rows of each token are added up with their probabilities. Without biases these are multiplied to the activation,
-    Y = the sum of W2_e (p_e act(H_e)). No token is dropped, and the host waits for nothing.
+    Y = the sum of W2_e (p_e act(H_e)). No token is dropped but by a router's capacity, and the host waits for nothing.
 
     Args:
         hidden_size, ffn_hidden_size: widths of X and Y, and of each expert.
@@ -78,7 +78,7 @@ class MoE(parts.LayerOfParts):
 
     Attributes:
         router_loss: of the latest forward; add :func:`router_losses` of the model to its loss.
-        expert_counts: int32 [E], how many choices each expert was in the latest forward.
+        expert_counts: int32 [E], how many choices each expert was in the latest forward, without dropped ones.
 
     Raises:
         TypeError, ValueError: as of the parts; or there is no MLP for ``shared_gate``.
