@@ -120,7 +120,7 @@ def test_rows_of_weights_train_as_with_fsdp(worker_pool: Pools, recipe: str, tp:
     torch.testing.assert_close(torch.tensor(shared.norms), torch.tensor(by_fsdp.norms), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("grid", [Grid(2), Grid(2, etp=2)])
+@pytest.mark.parametrize("grid", [Grid(2), Grid(2, etp=2), Grid(2, ep=2)])
 def test_a_bias_balances_experts_over_all_ranks(worker_pool: Pools, grid: Grid, tmp_path: Path) -> None:
     """No loss of a rank's own is in the way: it is the training of one process, biases included."""
     sizes, folders = replace(SIZES, experts=4, expert_bias_rate=2**-5), (tmp_path / "one", tmp_path / "all")
