@@ -34,6 +34,12 @@ class LayerOptions(BlockOptions, AttentionOptions, total=False):
     qk_norm_before_rope: bool
 
 
+def _of_mixture(moe: Mapping[str, Any], layout: QKVFormat) -> dict[str, Any]:
+    """Arguments of a mixture of experts, whose router is told which dim of its input has the tokens of a sequence."""
+    router = moe.get("router") or {}
+    return {**moe, "router": {"seq_dim": 1, **router}} if layout == "bshd" and isinstance(router, Mapping) else {**moe}
+
+
 class TransformerLayer(LayerOfLinears):
     """Transformer layer: X + attention(norm(X)), to which MLP(norm(that)) is added; each goes through dropout first.
 
@@ -52,6 +58,7 @@ class TransformerLayer(LayerOfLinears):
             but experts, which have theirs in ``moe``.
         moe: a mixture of experts takes the place of the MLP, with these arguments of :class:`~minifloat.MoE`, as
             ``{"num_experts": 8, "top_k": 2}``; each expert is ``ffn_hidden_size`` wide. Not with tensor parallelism.
+            With the format ``bshd`` the ``seq_dim`` of its ``TopKRouter`` is 1.
         save_memory: backward recomputes what linears read, from what norms, attention and activation save anyway:
             ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts, experts too.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
@@ -145,7 +152,7 @@ class TransformerLayer(LayerOfLinears):
             raise ValueError("TransformerLayer: experts are not tensor-parallel; use moe without tp_group and tp_mesh")
         else:
             of_experts = {key: option for key, option in of_mlp.items() if key not in _NOT_OF_EXPERTS}
-            of_experts = {"bias": True, **of_experts, **returned, **moe}
+            of_experts = {"bias": True, **of_experts, **returned, **_of_mixture(moe, attn_input_format)}
             self.layernorm_mlp = LayerNormMoE(hidden_size, ffn_hidden_size, **of_experts)
         self.dropout = nn.Dropout(hidden_dropout)
         self._exchange = self.self_attention._exchange

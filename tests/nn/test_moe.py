@@ -235,6 +235,19 @@ def test_options_of_the_router() -> None:
         make("current", router={"scores": "sigmoid"})
 
 
+def test_a_layer_knows_where_sequences_lie() -> None:
+    """The loss of each sequence is that of either format."""
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+    mixture = {"num_experts": E, "router": {"seq_aux_loss_coefficient": 1.0}}
+    layers = [TransformerLayer(H, F, 2, attn_input_format=f, moe=mixture, **options) for f in ("sbhd", "bshd")]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(7, 3, H)
+    y, other = layers[0](x), layers[1](x.transpose(0, 1))
+    torch.testing.assert_close(other.transpose(0, 1), y)
+    torch.testing.assert_close(router_losses(layers[1]), router_losses(layers[0]))
+    assert mixture["router"] == {"seq_aux_loss_coefficient": 1.0}
+
+
 class OneBased(nn.Module):
     """A router whose experts are numbered from 1 on."""
 
