@@ -32,11 +32,15 @@ class Tokens(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh and what runs on it; ``options``: of the experts, ``arguments``: of ``parallelize``."""
+    """A mesh and what runs on it; ``options``: of the experts, ``arguments``: of ``parallelize``.
+
+    ``quantized``: weights are kept as the recipe casts them.
+    """
 
     dims: dict[str, int]
     options: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    quantized: bool = False
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +22,7 @@ from minifloat.distributed import (
     reduce_replicated,
     sharded_weights,
 )
+from minifloat.tensor import QuantizedTensor
 from tests.helpers import etp_cases
 from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.expert_cases import Case, E, F, H, Tokens, batches, data_rank, gradients, joined, own_part
@@ -40,15 +41,21 @@ CASES = {
     "ep, eetp, one parameter": Case({"ep": 2, "eetp": 2}, {"recipe": "mxfp8", **SINGLE}),
     "eetp, ep, sum": Case({"eetp": 2, "ep": 2}, {"recipe": "none"}, SUM),
     "etp, ep": Case({"etp": 2, "ep": 2}, {"recipe": "block"}, {"recast": True}),
+    "quantized": Case({"ep": 2, "eetp": 2}, {"recipe": "mxfp8"}, quantized=True),
     "whole experts": Case({"ep": 2}, {"recipe": "none"}, {"plan": {"experts": "replicated"}}),
 }
+
+
+def values(parameter: Tensor) -> Tensor:
+    return parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
 
 
 def compare(rank: int, size: int, case: Case) -> list[str]:
     """Y, dX and all gradients of two steps, and the values that the model starts with: what differs."""
     mesh = init_device_mesh("cpu", tuple(case.dims.values()), mesh_dim_names=tuple(case.dims))
     torch.manual_seed(1)
-    whole = Tokens(**case.options)
+    with quantized_model_init(case.quantized, recipe=case.options.get("recipe")):
+        whole = Tokens(**case.options)
     model = copy.deepcopy(whole)
     assert parallelize(model, mesh, **case.arguments) is model
     count = 1 if "plan" in case.arguments else case.dims["ep"]
@@ -57,7 +64,7 @@ def compare(rank: int, size: int, case: Case) -> list[str]:
     wrong = []
     for step in range(2):
         for name, parameter in model.named_parameters():
-            if not torch.equal(parameter, own_part(model, name, whole.get_parameter(name))):
+            if not torch.equal(values(parameter), own_part(model, name, values(whole.get_parameter(name)))):
                 wrong.append(f"{name} before step {step}")
         data = batches(step, groups, case.dims["ep"])
         y, dx, found = gradients(model, data[group][place])
