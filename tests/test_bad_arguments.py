@@ -111,7 +111,7 @@ NAMES: dict[str, str] = {
     "callable?": "init_method output_layer_init_method filter_fn scaling_factor_compute_algo amax_compute_algo",
     "object?": (
         "recipe device dtype params_dtype reduce_dtype parallel_mode parameters_split tp_group tp_mesh etp_group "
-        "expert_etp_group aux_loss_group "
+        "expert_etp_group ep_group aux_loss_group "
         "fused_parts activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy "
         "offload_policy ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
         "moe router noop_flag into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"
@@ -194,6 +194,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "TopKRouter": {"hidden_size": 4, "num_experts": 8, "top_k": 2},
         "VocabParallelEmbedding": {"num_embeddings": 4, "embedding_dim": 4},
         "EtpEmbedding": {"num_embeddings": 4, "embedding_dim": 4},
+        "ep_parameters": of_model,
         "etp_parameters": of_model,
         "apply_rotary_pos_emb": {"t": torch.ones(2, 1, 1, 4), "freqs": torch.ones(2, 1, 1, 4)},
         "cast_all": {"xs": [x], "quantizers": [q]},
