@@ -29,7 +29,7 @@ from minifloat.nn.grouped_linear import GroupedLinear, check_experts_not_replica
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
-from minifloat.nn.tensor_parallel import check_not_replicated, etp_parameters
+from minifloat.nn.tensor_parallel import check_not_replicated, etp_parameters, etp_weights
 from minifloat.parallel.fsdp import hooks
 from minifloat.tensor import QuantizedTensor
 
@@ -81,7 +81,8 @@ def reduce_replicated(
     For models whose layers were made with ``etp_group`` or ``ep_group``; :func:`~minifloat.distributed.parallelize`
     sees to it itself. Weights whose rows layers share out reduce their own gradients and are left alone. Those of
     experts, sums over the tokens of ``ep_group``, are reduced over the other groups, and ``"mean"`` divides them by the
-    number of all ranks as it does those of dense parameters. Call it once, on the module whose forward runs first. What
+    number of all ranks as it does those of dense parameters; those of rows of experts, which ``etp_reduction`` divides,
+    by the size of ``ep_group``, too. Call it once, on the module whose forward runs first. What
     goes past autograd, into ``main_grad`` or to ``backward_dw``, is left to you.
 
     Args:
@@ -95,8 +96,10 @@ def reduce_replicated(
     """
     each = [groups] if isinstance(groups, RanksLike) else groups
     ranks = [group for group in map(Group.of, each) if group.size > 1]
-    for ep_group in set(ep_parameters(model).values()):
-        _replicas(ranks, ep_group)
+    summed = [each for each in set(ep_parameters(model).values()) if len(_replicas(ranks, each)) < len(ranks)]
+    for weight in etp_weights(model):  # which are to be divided as the biases of these experts are
+        if (experts := getattr(weight.rows.layer, "ep_group", Group())) in summed:
+            weight.rows.sharding = weight.rows.sharding._replace(summed=experts.size)
     if ranks:
         model.register_forward_pre_hook(
             ReducedGradients(partial(_reduced, ranks, reduction == "mean", reduce_dtype), recurse=True)

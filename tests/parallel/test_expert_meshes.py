@@ -191,15 +191,16 @@ def test_frees_the_memory_of_other_experts(rank: int, size: int, single: bool) -
 # ---- gradients without ``parallelize``, and what is refused ----
 
 
-def reduce_by_hand(rank: int, size: int) -> list[str]:
+def reduce_by_hand(rank: int, size: int, other: str) -> list[str]:
     """``reduce_replicated`` of layers that were made with ``ep_group``, beside ``parallelize``: what differs."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(other, "ep"))
     models = []
-    for options in ({}, {"ep_group": mesh["ep"]}):
+    rows = {"etp_group": mesh[other]} if other == "etp" else {}
+    for options in ({}, {"ep_group": mesh["ep"]} | rows):
         torch.manual_seed(1)
         models.append(Tokens(bias=True, **options))
     parallelize(models[0], mesh)
-    reduce_replicated(models[1], [mesh["ep"], mesh["dp"]])
+    reduce_replicated(models[1], [mesh[other], mesh["ep"]] if rows else [mesh["ep"], mesh[other]])
     group, place = data_rank(mesh)
     batch = batches(0, 2, 2)[group][place]
     (*results, found), (*others, wanted) = (gradients(model, batch) for model in models)
@@ -207,8 +208,9 @@ def reduce_by_hand(rank: int, size: int) -> list[str]:
     return [name for name in wanted if not torch.equal(found[name], wanted[name])]
 
 
-def test_reduce_replicated(worker_pool: Pools) -> None:
-    for different in worker_pool(4).run(reduce_by_hand):
+@pytest.mark.parametrize("other", ["dp", "etp"])
+def test_reduce_replicated(worker_pool: Pools, other: str) -> None:
+    for different in worker_pool(4).run(reduce_by_hand, other):
         assert not different
 
 
