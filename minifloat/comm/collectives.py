@@ -30,8 +30,11 @@ def other_recipes(recipe: str, group: str, device: str) -> str:
     digest = zlib.crc32(recipe.encode())
     ends = torch.tensor([digest, -digest], device=device)
     dist.all_reduce(ends, dist.ReduceOp.MAX, process_group)
-    if int(ends.sum()) == 0:
-        return ""
+    return "" if int(ends.sum()) == 0 else recipes_of_all(recipe, process_group)
+
+
+def recipes_of_all(recipe: str, process_group: dist.ProcessGroup) -> str:
+    """Says that ranks run a layer under different recipes, and under which: a collective."""
     table = [recipe] * process_group.size()
     dist.all_gather_object(table, recipe, group=process_group)
     said = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(table))

@@ -21,6 +21,7 @@ expert; else values of tokens, from which the receiver casts. Results are added 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifloat.autocast import DelayedCall
-from minifloat.comm.collectives import all_reduce_max, as_bytes, exchange_rows, from_bytes
+from minifloat.comm.collectives import all_reduce_max, as_bytes, exchange_rows, from_bytes, recipes_of_all
 from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.autograd import apply, first_order
@@ -56,6 +57,27 @@ class Counts(NamedTuple):
         return Counts(self.received, self.sent)
 
 
+class Plan(NamedTuple):
+    """What a rank is about to do with rows: it decides what travels, on which all ranks must agree.
+
+    Attributes:
+        label: name of the layer in errors.
+        recipes: those of both linears, in words.
+        fused: one autograd function runs them, which reads codes.
+        trains: some weight gets a gradient, and wgrad reads columnwise operands.
+    """
+
+    label: str
+    recipes: str
+    fused: bool
+    trains: bool
+
+    @property
+    def word(self) -> int:
+        """A number for all of it."""
+        return zlib.crc32(self.recipes.encode()) << 2 | self.fused << 1 | self.trains
+
+
 class Dispatch(NamedTuple):
     """Where this rank's tokens go, and what it receives from others.
 
@@ -68,6 +90,8 @@ class Dispatch(NamedTuple):
         order: int64 [R], for each row of this rank's experts its place among the rows received, which come by rank.
         inverse: int64 [R], the inverse of ``order``.
         layout: rows of each of this rank's G experts.
+        fused: all ranks run an MLP as one autograd function, so that codes may travel.
+        trains: some rank's weights get a gradient.
     """
 
     group: Group
@@ -79,6 +103,8 @@ class Dispatch(NamedTuple):
     order: Tensor
     inverse: Tensor
     layout: GroupLayout
+    fused: bool
+    trains: bool
 
     def spread(self, x: Tensor) -> Tensor:
         """Sends tokens [T, K] to their experts: rows [R, K], in high precision."""
@@ -111,10 +137,13 @@ class Dispatch(NamedTuple):
         return slice(self.group.rank * groups, (self.group.rank + 1) * groups)
 
 
-def dispatch_of(routing: Routing, group: Group) -> Dispatch:
+def dispatch_of(routing: Routing, group: Group, plan: Plan) -> Dispatch:
     """Finds what goes where, in two small exchanges, and waits for the device: the sizes of transfers are needed here.
 
     The one point where a mixture of experts waits; backward knows all that it needs.
+
+    Raises:
+        ValueError: on all ranks, if they run under different recipes.
     """
     device, size, slots = routing.order.device, group.size, routing.order.shape[0]
     length, groups = routing.inverse.shape[0], routing.counts.shape[0] // size
@@ -124,13 +153,16 @@ def dispatch_of(routing: Routing, group: Group) -> Dispatch:
     goes = torch.zeros(size + 1, length, dtype=torch.bool, device=device)  # a token to a rank; dropped ones to the last
     goes[rank_of_row, token_of_row] = True
     goes = goes[:size]
-    own = torch.cat([routing.counts.view(size, groups).long(), goes.sum(1, keepdim=True)], 1)
+    word = torch.full((size, 1), plan.word, device=device)
+    own = torch.cat([routing.counts.view(size, groups).long(), goes.sum(1, keepdim=True), word], 1)
     got = torch.empty_like(own)
     dist.all_to_all_single(got, own, group=group.process_group)
-    rows, rows_got = own[:, :-1].sum(1), got[:, :-1].sum(1)
-    of_rows, of_tokens = (
-        Counts(*each) for each in torch.stack([rows, rows_got, own[:, -1], got[:, -1]]).view(2, 2, size).tolist()
-    )
+    (own, own_tokens, _), (got, got_tokens, words) = (each.split_with_sizes([groups, 1, 1], 1) for each in (own, got))
+    rows_got = got.sum(1)
+    numbers = torch.stack([own.sum(1), rows_got, own_tokens[:, 0], got_tokens[:, 0], words[:, 0]]).tolist()
+    of_rows, of_tokens, said = Counts(*numbers[:2]), Counts(*numbers[2:4]), numbers[4]
+    if any(each >> 2 != plan.word >> 2 for each in said):
+        raise ValueError(f"{plan.label}: {recipes_of_all(plan.recipes, group.process_group)}")
     # The tokens for each rank, and for each row the place of its token among those.
     place = (goes.flatten().cumsum(0) - 1).view(size, length)
     tokens = torch.empty(size * length + 1, dtype=torch.int64, device=device)
@@ -139,19 +171,19 @@ def dispatch_of(routing: Routing, group: Group) -> Dispatch:
     )
     count, received = sum(of_rows.sent), sum(of_rows.received)
     rank_of_row, token_of_row = rank_of_row[:count], token_of_row[:count]
-    sources = place[rank_of_row, token_of_row] - _starts(own[:, -1])[rank_of_row]
+    sources = place[rank_of_row, token_of_row] - _starts(own_tokens[:, 0])[rank_of_row]
     sources = exchange_rows(sources.int(), *of_rows, group)
     # What comes, by rank, in the order of this rank's experts.
     experts = torch.arange(groups, device=device).repeat(size)
-    experts = experts.repeat_interleave(got[:, :-1].flatten(), output_size=received)
+    experts = experts.repeat_interleave(got.flatten(), output_size=received)
     order = torch.sort(experts, stable=True).indices
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(received, device=device))
-    sources = sources + _starts(got[:, -1]).repeat_interleave(rows_got, output_size=received)
+    sources = sources + _starts(got_tokens[:, 0]).repeat_interleave(rows_got, output_size=received)
     offsets = torch.zeros(groups + 1, dtype=torch.int32, device=device)
-    offsets[1:] = got[:, :-1].sum(0).cumsum(0)
+    offsets[1:] = got.sum(0).cumsum(0)
     return Dispatch(
         group, routing, tokens[: sum(of_tokens.sent)], of_tokens, sources.int()[order], of_rows, order, inverse,
-        GroupLayout(offsets, received),
+        GroupLayout(offsets, received), all(each & 2 for each in said), any(each & 1 for each in said),
     )  # fmt: skip
 
 
@@ -224,9 +256,9 @@ def form_of(quantizer: Quantizer, top_k: int, ranks: int) -> Form:
     """What dispatch sends of a token with ``top_k`` experts on ``ranks`` ranks.
 
     Codes, if they say all that the operands are made of, each row by itself: of formats whose codes serve both
-    orientations, of columnwise operands that are cast from the rowwise one, and where none is wanted. Tiles, rotations
-    along rows and random bits span several rows. Where a scale is of an expert, a token has other codes for each: these
-    are sent if they are fewer bytes than its values, once for each rank that has one of its experts.
+    orientations, of columnwise operands that are cast from the rowwise one, and where no rank wants any. Tiles,
+    rotations along rows and random bits span several rows. Where a scale is of an expert, a token has other codes for
+    each: these are sent if they are fewer bytes than its values, once for each rank that has one of its experts.
     """
     row, column = quantizer.row_format, quantizer.format(COLUMNWISE)
     one_by_one = not (row.tile or row.transform != "none" or row.rounding == "stochastic")
@@ -277,7 +309,8 @@ class ExpertParallel(Experts):
         if tokens is None:
             return super()._cast(cast, x, None, delayed_call, *scale)
         x, quantizer, dispatch = as_matrix(x), cast.quantizers[0], self.dispatch
-        form = form_of(quantizer, tokens.routing.inverse.shape[1], dispatch.group.size)
+        of_ranks = quantizer.with_usage(columnwise=dispatch.trains)  # of which some may have frozen experts
+        form = form_of(of_ranks, tokens.routing.inverse.shape[1], dispatch.group.size)
         if form == "values":
             received = send_tokens(x, dispatch)
             return cast_tokens(cast, received, dispatch.source, self.layout.offsets, delayed_call)

@@ -123,10 +123,12 @@ class LocalExperts(NamedTuple):
     Attributes:
         layout: rows of each expert.
         routing: that of the tokens, if these are given.
+        fused: as of ``Dispatch``.
     """
 
     layout: GroupLayout
     routing: Routing | None = None
+    fused: bool = True
 
     def spread(self, x: Tensor) -> Tensor:
         """Tokens [T, K] to the rows of their experts."""

@@ -58,7 +58,8 @@ class LinearConfig:
         for kind in FORWARD_SLOTS + BACKWARD_SLOTS:
             quantizer: Quantizer = getattr(self, kind)
             row, column = quantizer.row_format.spec, quantizer.format(COLUMNWISE).spec
-            parts.append(f"{kind} {row}" + f" and {column}" * (row != column))
+            source = " cast from the rowwise one" * (quantizer.columnwise_source != "original")
+            parts.append(f"{kind} {row}" + f" and {column}" * (row != column or bool(source)) + source)
         if self.delayed is not None:
             parts.append(f"{self.delayed.amax_history_len} steps by {self.delayed.rules[0]}")
         return ", ".join([*parts, f"backward_override={self.backward_override}"])

@@ -16,7 +16,7 @@ from minifloat.arguments import Size, checked, label_of, shown
 from minifloat.autocast import checks_finite, used
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output
-from minifloat.functional.expert_parallel import Dispatch, dispatch_of
+from minifloat.functional.expert_parallel import Dispatch, Plan, dispatch_of
 from minifloat.functional.experts import GroupedMLPCall, GroupedMLPFunction, LocalExperts, Tokens
 from minifloat.functional.grouped import GroupLayout, check_groups, layout_of
 from minifloat.functional.norm_activation import Activation, activate
@@ -153,22 +153,24 @@ class GroupedMLP(parts.LayerOfParts):
     ) -> Tensor:
         if self.ep_group.size > 1 and torch.compiler.is_compiling():  # the host waits for how many rows come
             return run_eager(GroupedMLP._forward_tokens, self, x, routing, is_first_microbatch, probabilities)
-        there = self._dispatch(x, routing)
+        recipes = self._fused(is_first_microbatch)
+        there = self._dispatch(x, routing, recipes is not None)
         if self._adds_to_results:
             y = self.forward(there.spread(x), there.layout, is_first_microbatch)
             return unpermute(there.collect(y), routing, probabilities)
         own = None if probabilities is None else there.send(permute_probabilities(probabilities, routing))
-        recipes = self._fused(is_first_microbatch)
-        if recipes is None or x.dim() != 2 or x.shape[0] != routing.inverse.shape[0]:  # of which ``permute`` tells
+        fits = x.dim() == 2 and x.shape[0] == routing.inverse.shape[0]  # or ``permute`` tells of it
+        if recipes is None or not (there.fused and fits):
             return there.gather(self.forward(there.spread(x), there.layout, is_first_microbatch, own))
         check_groups(there.layout, self.num_experts // self.ep_group.size, self)
         return self._run(x, there, is_first_microbatch, own, routing, *recipes)
 
-    def _dispatch(self, x: Tensor, routing: Routing) -> LocalExperts | Dispatch:
-        """Finds where rows go.
+    def _dispatch(self, x: Tensor, routing: Routing, fused: bool) -> LocalExperts | Dispatch:
+        """Finds where rows go; ``fused``: this rank would run both linears as one.
 
         Raises:
-            ValueError: delayed scaling under ``ep_group``, or other tokens than the routing has.
+            ValueError: delayed scaling under ``ep_group``, ranks with different recipes, or other tokens than the
+                routing has.
             RuntimeError: a CUDA graph is captured, and the host would have to wait.
         """
         if self.ep_group.size == 1:
@@ -179,9 +181,13 @@ class GroupedMLP(parts.LayerOfParts):
                 f"{self._label}: the input is {shown(x)}; the routing is of {routing.inverse.shape[0]} tokens, and "
                 f"[{routing.inverse.shape[0]}, {self.hidden_size}] is needed"
             )
+        recipes, trains = [], False
         for fc in (self.fc1, self.fc2):
             recipe = linear_call.recipe_in_force(fc) if isinstance(fc, GroupedLinear) else None
-            if recipe is not None and fc._config(recipe).delayed is not None:
+            config = None if recipe is None else fc._config(recipe)
+            recipes.append("none" if config is None else config.describe())
+            trains |= isinstance(fc, GroupedLinear) and any(fc._weight(name).requires_grad for name in fc._weight_names)
+            if config is not None and config.delayed is not None:
                 raise ValueError(
                     f"{label_of(fc)}: delayed scaling reduces the histories of all ranks together, and with ep_group "
                     "these are of different experts; use current scaling, or blocks"
@@ -191,7 +197,8 @@ class GroupedMLP(parts.LayerOfParts):
                 f"{self._label}: with ep_group the host waits for the numbers of rows that ranks exchange, which the "
                 "capture of a CUDA graph cannot; capture the layers around"
             )
-        return dispatch_of(routing, self.ep_group)
+        plan = Plan(self._label, "; ".join(recipes), fused, trains and torch.is_grad_enabled())
+        return dispatch_of(routing, self.ep_group, plan)
 
     def _fused(self, is_first_microbatch: bool | None) -> tuple[Recipe, Recipe] | None:
         """The recipes of both linears, if one autograd function can run them."""
@@ -221,11 +228,6 @@ class GroupedMLP(parts.LayerOfParts):
         dtype = linear_call.compute_dtype(fc1, x)
         tokens = None if routing is None else Tokens(routing, routing.order // routing.inverse.shape[1])
         of_fc1, of_fc2 = there.exchange(tokens, None), there.exchange(None, tokens)
-        if self.ep_group.size > 1:
-            for fc, recipe in ((fc1, first), (fc2, second)):
-                linear_call.check_same_recipe(
-                    fc, fc._config(recipe).describe(), self.ep_group, fc._weight(fc._weight_names[0])
-                )
         call1, w1, b1 = linear_call.prepare_call(
             fc1, first, dtype, x.requires_grad, is_first_microbatch, exchange=of_fc1
         )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minifloat import GroupedMLP
+from minifloat import GroupedMLP, autocast
 from minifloat.formats import Format
 from minifloat.functional import Routing, sort_by_expert
 from minifloat.functional.expert_parallel import form_of
@@ -78,6 +78,10 @@ class Run:
         return [y.detach(), x.grad, p.grad]
 
 
+def no_change(mlp: GroupedMLP) -> None:
+    """Leaves it as it is."""
+
+
 def compare(
     rank: int,
     size: int,
@@ -86,8 +90,9 @@ def compare(
     steps: int = 1,
     k: int = K,
     device: str = "cpu",
+    change: Callable[[GroupedMLP], Any] = no_change,
 ) -> list[str]:
-    """Runs both: what differs."""
+    """Runs both: what differs; ``change``: what is done to this rank's layer before."""
     wrong, options = [], {"dtype": BF16, "device": device} | options
     torch.manual_seed(3)
     whole = GroupedMLP(E, H, F, **options)
@@ -98,6 +103,7 @@ def compare(
         first = own.fc1.first_expert if theirs.dim() != mine.dim() or theirs.shape != mine.shape else 0
         if not torch.equal(mine, theirs[first : first + len(mine)]):
             wrong.append(f"initial {name}")
+    change(own)
     counts = [tokens_of(r, size) for r in range(size)]
     ends = torch.tensor(counts).cumsum(0).tolist()
     at = slice(ends[rank] - counts[rank], ends[rank])
@@ -116,6 +122,8 @@ def compare(
             if not torch.equal(mine, theirs[at]):
                 wrong.append(f"{name} in step {step}: {(mine.float() - theirs[at].float()).abs().max()}")
     for name, mine in own.named_parameters():
+        if not mine.requires_grad:
+            continue
         theirs = whole.get_parameter(name)
         first = own.fc1.first_expert if theirs.shape != mine.shape else 0
         assert mine.grad is not None and theirs.grad is not None
@@ -164,6 +172,23 @@ def test_a_token_goes_to_most_experts(rank: int, size: int, recipe: str) -> list
 def test_all_tokens_go_to_one_expert(rank: int, size: int, recipe: str) -> list[str]:
     """Other ranks receive nothing, and microbatches read the casts of the first."""
     return compare(rank, size, {"recipe": recipe}, skewed=True, steps=2)
+
+
+def freeze(mlp: GroupedMLP) -> None:
+    mlp.requires_grad_(False)
+
+
+def watch(mlp: GroupedMLP) -> None:
+    """fc1 has a hook, so that both linears run apart."""
+    mlp.fc1.register_forward_hook(lambda *args: None)
+
+
+@pytest.mark.parametrize("change", [freeze, watch])
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@on_ranks(2)
+def test_one_rank_differs(rank: int, size: int, recipe: str, change: Callable[[GroupedMLP], None]) -> list[str]:
+    """Which would send something else, of other sizes, if it asked no other rank."""
+    return compare(rank, size, {"recipe": recipe}, change=change if rank == 0 else no_change)
 
 
 @on_ranks(2)
@@ -224,12 +249,23 @@ def test_mistakes(rank: int, size: int) -> list[str]:
     group = dist.group.WORLD
     mlp = GroupedMLP(E, H, F, ep_group=group, recipe="delayed")
     others = GroupedMLP(E, H, F, ep_group=group, recipe="current" if rank else "mxfp8")
+    sources = GroupedMLP(E, H, F, ep_group=group, recipe=CODES["block"] if rank else "block")
+    plain = GroupedMLP(E, H, F, ep_group=group)
+
+    def step(recipe: Any) -> None:
+        with autocast(recipe=recipe, enabled=recipe is not None):
+            plain(x, sort_by_expert(indices, E))
+
+    step("block")
     cases: list[tuple[str, Callable[[], Any]]] = [
         (f"7 experts cannot be shared out over {size} ranks", lambda: GroupedMLP(7, H, F, ep_group=group)),
         ("delayed scaling", lambda: mlp(x, sort_by_expert(indices, E))),
         ("the routing is of 4 tokens", lambda: others(x[:3], sort_by_expert(indices, E))),
         ("m_splits has 7 numbers", lambda: others(x, sort_by_expert(indices, 7))),
         ("different recipes", lambda: others(x, sort_by_expert(indices, E))),
+        ("cast from the rowwise one", lambda: sources(x, sort_by_expert(indices, E))),
+        ("different recipes", lambda: step("block" if rank else None)),
+        ("different recipes", lambda: step("block" if rank else "mxfp8")),  # after others that were the same
     ]
     wrong = []
     for words, call in cases:
