@@ -1,4 +1,4 @@
-"""``MoE``: a mixture of experts in the place of an MLP, whose tokens never leave the device."""
+"""``MoE``: a mixture of experts in the place of an MLP, whose routing the host does not see."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class MoE(parts.LayerOfParts):
 
     The router chooses experts, tokens are sorted by expert (k rows for each), :class:`GroupedMLP` computes, and the
     rows of each token are added up with their probabilities. Without biases these are multiplied to the activation,
-    Y = the sum of W2_e (p_e act(H_e)). No token is dropped but by a router's capacity, and the host waits for nothing.
+    Y = the sum of W2_e (p_e act(H_e)). No token is dropped but by the router's ``capacity_factor``, and the host waits
+    for nothing but the sizes of what ``ep_group`` exchanges.
 
     Args:
         hidden_size, ffn_hidden_size: widths of X and Y, and of each expert.
