@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minifloat.arguments import checked
 from minifloat.comm.collectives import all_reduce
 from minifloat.comm.dtensor_ddp import MARK, history_names, is_dtensor, unreduced
-from minifloat.comm.group import Group, cached
+from minifloat.comm.group import Group
 from minifloat.functional.etp.prefetch_queue import queue_of
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn import tensor_parallel
@@ -118,8 +118,8 @@ def _reduced(
     return (total.div_(math.prod([group.size for group in groups])) if mean else total).to(gradient.dtype)
 
 
-@cached
 def _members(group: Group) -> frozenset[int]:
+    """Finds the ranks anew: after a restart of torch.distributed other groups have the same names."""
     return frozenset(dist.get_process_group_ranks(group.process_group))
 
 

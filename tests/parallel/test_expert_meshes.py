@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import minifloat
 from minifloat import GroupedMLP, quantized_model_init
+from minifloat.comm.group import Group
 from minifloat.distributed import (
     data_parallel,
     ep_parameters,
@@ -22,6 +25,7 @@ from minifloat.distributed import (
     reduce_replicated,
     sharded_weights,
 )
+from minifloat.parallel.data_parallel import _members
 from minifloat.tensor import QuantizedTensor
 from tests.helpers import etp_cases
 from tests.helpers.distributed_pool import Pools, on_ranks
@@ -262,6 +266,13 @@ def refusal(call: Any, model: nn.Module) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_names_of_groups_come_again() -> None:
+    """After a restart of torch.distributed ``ep_group`` may have the name of another group before."""
+    group, each = Group("1", 2, 0), mock.patch.object(dist, "get_process_group_ranks", side_effect=[[0, 1], [0, 2]])
+    with mock.patch.object(Group, "process_group", None), each:
+        assert [_members(group) for _ in range(2)] == [{0, 1}, {0, 2}]
 
 
 def test_refusals_change_nothing(worker_pool: Pools) -> None:
