@@ -184,9 +184,9 @@ def watch(mlp: GroupedMLP) -> None:
 
 
 @pytest.mark.parametrize("change", [freeze, watch])
-@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("recipe", ["current", Float8BlockScaling(use_f32_scales=True)], ids=["current", "block"])
 @on_ranks(2)
-def test_one_rank_differs(rank: int, size: int, recipe: str, change: Callable[[GroupedMLP], None]) -> list[str]:
+def test_one_rank_differs(rank: int, size: int, recipe: Any, change: Callable[[GroupedMLP], None]) -> list[str]:
     """Which would send something else, of other sizes, if it asked no other rank."""
     return compare(rank, size, {"recipe": recipe}, change=change if rank == 0 else no_change)
 
