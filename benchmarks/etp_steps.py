@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
 from minifloat.distributed import parallelize
-from minifloat.recipe import named
+from minifloat.recipe import OwnRecipe, named
 
 VOCABULARY, HIDDEN, FFN, TOKENS = 32, 32, 48, 16
 PLAN: dict[str, Any] = {"embedding": "vocabulary", "norm": "sequence", "head": "column"}
@@ -39,14 +39,14 @@ KINDS = {"tp x etp": ("etp", "tp"), "experts": ("etp", "eetp")}
 class Model(nn.Module):
     """Tokens [T, B] to logits [T, B, V]."""
 
-    def __init__(self, recipe: str, experts: bool) -> None:
+    def __init__(self, recipe: OwnRecipe, experts: int = 0, layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        options: dict[str, Any] = {"moe": {"num_experts": 3, "top_k": 2}} if experts else {}
-        options |= {"recipe": named(recipe), "hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": torch.float32}
-        self.layers = nn.ModuleList(minifloat.TransformerLayer(HIDDEN, FFN, 2, **options) for _ in range(2))
+        options: dict[str, Any] = {"moe": {"num_experts": experts, "top_k": 2}} if experts else {}
+        options |= {"recipe": recipe, "hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": torch.float32}
+        self.layers = nn.ModuleList(minifloat.TransformerLayer(HIDDEN, FFN, 2, **options) for _ in range(layers))
         self.norm = minifloat.RMSNorm(HIDDEN)
-        self.head = minifloat.Linear(HIDDEN, VOCABULARY, recipe=named(recipe))
+        self.head = minifloat.Linear(HIDDEN, VOCABULARY, recipe=recipe)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 def made(kind: str, recipe: str, shared: bool) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
     torch.manual_seed(0)
-    model = Model(recipe, kind == "experts")
+    model = Model(named(recipe), 3 if kind == "experts" else 0)
     names = KINDS[kind]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names if shared or kind == "experts" else ("dp", "tp"))
     if shared or kind != "experts":
