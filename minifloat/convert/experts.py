@@ -46,7 +46,7 @@ class ExpertLinear(GroupedLinear):
         self.__dict__.update(experts=experts, parameter=parameter)  # not a submodule: it holds this one
         self.transposed, self.biased = bool(experts.is_transposed), bool(experts.has_bias)
         groups, *sizes = experts._parameters[parameter].shape  # type: ignore[union-attr]
-        self.num_gemms = self._groups = groups
+        self.num_gemms = self.num_experts = self._groups = groups
         self.in_features, self.out_features = sizes if self.transposed else reversed(sizes)
         self.single_grouped_weight = self.single_grouped_bias = True
 

@@ -117,7 +117,8 @@ class GroupedLinear(LinearState):
 
     num_gemms: int  # of this rank
     num_experts: int  # of all ranks
-    first_expert: int
+    ep_group: Group = Group()
+    first_expert: int = 0
     single_grouped_weight: bool
     single_grouped_bias: bool
     _joined: JoinedWeights | None = None  # of separate quantized weights, as long as they lie in one piece of memory

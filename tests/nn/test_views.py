@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import minifloat
-from minifloat.nn.moe import LayerNormMoE
+from minifloat.nn.moe import LayerNormMoE, SharedGate
 from tests.helpers.sample import each_once
 
 H = 64
@@ -48,6 +48,7 @@ CASES: dict[type[nn.Module], list[Case]] = {
         lambda recipe, x: minifloat.LayerNormLinear(H, H, recipe=recipe)(x),
         lambda recipe, x: _residual(minifloat.LayerNormLinear(H, H, recipe=recipe, **STREAM), x),
     ],
+    SharedGate: [lambda recipe, x: SharedGate(H, None)(x)],
     minifloat.LayerNormMLP: [
         lambda recipe, x: minifloat.LayerNormMLP(H, H, recipe=recipe)(x),
         lambda recipe, x: minifloat.LayerNormMLP(H, H, recipe=recipe, checkpoint=True)(x),
