@@ -5,7 +5,7 @@ from minifloat.comm import sharded_cast as _cast
 from minifloat.comm.group import Group, ShardMap
 from minifloat.functional import tensor_parallel as _gather
 from minifloat.functional.tensor_parallel import gathered_once
-from minifloat.nn.grouped_linear import ep_parameters
+from minifloat.nn.expert_parameters import ep_parameters
 from minifloat.nn.tensor_parallel import etp_parameters
 from minifloat.parallel.data_parallel import data_parallel, reduce_replicated
 from minifloat.parallel.fsdp import full_state_dict, fully_shard, load_full_state_dict, sharded_weights

@@ -240,21 +240,15 @@ def all_gather_rows(x: Tensor, shards: ShardMap, group: Group) -> Tensor:
     return start_all_gather_rows([x], [shards], group, overlapped=False).wait()[0]
 
 
-def start_exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Pending[Tensor]:
-    """Starts :func:`exchange_rows`."""
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Rows of ``x``, as many as ``send`` says to each rank in turn, for those of other ranks, as ``receive`` says."""
     data = as_bytes(x)
     if _traced(data):
         exchanged = _functional.all_to_all_single(data, list(receive), list(send), group.name)
-        return Pending([], lambda: from_bytes(wait_tensor(exchanged), x))
+        return from_bytes(wait_tensor(exchanged), x)
     received = data.new_empty(sum(receive), data.shape[1])
-    splits = list(receive), list(send)
-    work = dist.all_to_all_single(received, data, *splits, group=group.process_group, async_op=True)
-    return Pending([work], lambda: from_bytes(received, x))
-
-
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Rows of ``x``, as many as ``send`` says to each rank in turn, for those of other ranks, as ``receive`` says."""
-    return start_exchange(x, send, receive, group).wait()
+    dist.all_to_all_single(received, data, list(receive), list(send), group=group.process_group)
+    return from_bytes(received, x)
 
 
 # ---- reductions ----

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifloat.arguments import Count, checked
 from minifloat.convert.experts import ExpertLinear, are_experts, expert_linears, experts_obstacle, identity
-from minifloat.nn.grouped_linear import Expert, GroupedLinear
+from minifloat.nn.expert_parameters import Expert
+from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.quantizer import DTYPES

@@ -22,7 +22,7 @@ expert; else values of tokens, from which the receiver casts. Results are added 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +43,9 @@ from minifloat.operand import Operand, Quantized
 from minifloat.ops.grouped import gathered_amax
 from minifloat.ops.permute import unpermute_rows
 from minifloat.quantizer import Quantizer, as_matrix
+
+Transfer = Callable[[Tensor, "Dispatch"], Tensor]
+"""Moves rows between the ranks of a dispatch."""
 
 
 class Counts(NamedTuple):
@@ -108,22 +111,22 @@ class Dispatch(NamedTuple):
 
     def spread(self, x: Tensor) -> Tensor:
         """Sends tokens [T, K] to their experts: rows [R, K], in high precision."""
-        result: Tensor = apply(TokensFunction, x, self, False)
+        result: Tensor = apply(TravelFunction, x, self, spread_tokens, returned_sums)
         return result
 
     def gather(self, y: Tensor) -> Tensor:
         """Sends rows of experts [R, N] back and adds them up, [T, N]."""
-        result: Tensor = apply(TokensFunction, y, self, True)
+        result: Tensor = apply(TravelFunction, y, self, returned_sums, spread_tokens)
         return result
 
     def send(self, x: Tensor) -> Tensor:
         """Sends rows of tokens [T k, ...] to their experts, [R, ...]."""
-        result: Tensor = apply(RowsFunction, x, self, False)
+        result: Tensor = apply(TravelFunction, x, self, send_rows, return_rows)
         return result
 
     def collect(self, y: Tensor) -> Tensor:
         """Sends rows of experts [R, ...] back, [T k, ...]."""
-        result: Tensor = apply(RowsFunction, y, self, True)
+        result: Tensor = apply(TravelFunction, y, self, return_rows, send_rows)
         return result
 
     def exchange(self, x_tokens: Tokens | None, y_tokens: Tokens | None) -> Experts:
@@ -215,36 +218,23 @@ def returned_sums(y: Tensor, dispatch: Dispatch) -> Tensor:
     return unpermute_rows(return_rows(y, dispatch), None, dispatch.routing.inverse, dispatch.routing.offsets)
 
 
-def _spread(x: Tensor, dispatch: Dispatch) -> Tensor:
+def spread_tokens(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Sends tokens [T, ...]; returns the rows of this rank's experts, [R, ...]."""
     return send_tokens(x, dispatch).index_select(0, dispatch.source)
 
 
-class TokensFunction(torch.autograd.Function):
-    """Sends tokens to the rows of their experts, or ``back``: each is the gradient of the other."""
+class TravelFunction(torch.autograd.Function):
+    """Sends rows ``there``; their gradients go ``back``, which is its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dispatch: Dispatch, back: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dispatch: Dispatch, there: Transfer, back: Transfer) -> Tensor:
         ctx.dispatch, ctx.back = dispatch, back
-        return returned_sums(x, dispatch) if back else _spread(x, dispatch)
+        return there(x, dispatch)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return (_spread if ctx.back else returned_sums)(dy, ctx.dispatch), None, None
-
-
-class RowsFunction(torch.autograd.Function):
-    """Sends rows to their experts, or ``back``: each is the gradient of the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dispatch: Dispatch, back: bool) -> Tensor:
-        ctx.dispatch, ctx.back = dispatch, back
-        return return_rows(x, dispatch) if back else send_rows(x, dispatch)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return (send_rows if ctx.back else return_rows)(dy, ctx.dispatch), None, None
+        return ctx.back(dy, ctx.dispatch), None, None, None
 
 
 # ---- what is quantized before it travels ----
@@ -281,7 +271,7 @@ def moved(operand: Operand, dispatch: Dispatch, of_tokens: bool) -> Operand:
     fields: list[Any] = [*operand[:3]]
     places = [place for place, field in enumerate(fields) if of_rows[place] and field is not None]
     parts = [as_bytes(fields[place]) for place in places]
-    data = (_spread if of_tokens else send_rows)(parts[0] if len(parts) == 1 else torch.cat(parts, 1), dispatch)
+    data = (spread_tokens if of_tokens else send_rows)(parts[0] if len(parts) == 1 else torch.cat(parts, 1), dispatch)
     own = [field if field is None or of_rows[place] else field[dispatch.experts] for place, field in enumerate(fields)]
     for place, part in zip(places, data.split([part.shape[1] for part in parts], 1), strict=True):
         own[place] = from_bytes(part.contiguous(), fields[place])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,26 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
 from minifloat.autocast import DelayedCall, check_finite, checks_finite, used, watch_gradient
-from minifloat.comm.dtensor_ddp import check_same_rows, check_when_wrapping, is_dtensor
-from minifloat.comm.group import Group, cached
+from minifloat.comm.group import Group
 from minifloat.formats import Format
-from minifloat.functional.etp.rows import ExpertRows, Reduction
+from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.experts import EXPERT_WEIGHTS, Experts, quantize_weight
 from minifloat.functional.grouped import (
     GroupLayout,
-    JoinedWeights,
     are_alike,
     join_all,
-    join_weights,
     layout_of,
-    stack_weights,
 )
 from minifloat.functional.linear import LinearFunction, apply_eagerly
 from minifloat.functional.quantize import RoleCasts, as_quantized_tensor, record_groups
 from minifloat.functional.spec import Spec
-from minifloat.nn import linear_call, options
+from minifloat.nn import linear_call
+from minifloat.nn.expert_parameters import Expert, ExpertParameters
 from minifloat.nn.linear_call import needs_eager, run_eager
-from minifloat.nn.linear_state import LinearState, reusable_operands
+from minifloat.nn.linear_state import reusable_operands
 from minifloat.nn.options import InitMethod, one_dtype
 from minifloat.nn.quantized_parameters import (
     bind_scales,
@@ -40,7 +37,6 @@ from minifloat.nn.quantized_parameters import (
     parameter_init,
     quantize_weights,
     quantized_rows,
-    write,
 )
 from minifloat.nn.tensor_parallel import shard_rows
 from minifloat.operand import Quantized
@@ -50,31 +46,7 @@ from minifloat.recipe import Recipe, RecipeLike
 from minifloat.tensor import QuantizedTensor
 
 
-class Expert(nn.Module):
-    """The parameters of one expert: ``weight`` [out_features, in_features] and ``bias`` [out_features], or None."""
-
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
-    def __init__(self, weight: Tensor | None, bias: Tensor | None) -> None:
-        super().__init__()
-        self.register_parameter("weight", None if weight is None else nn.Parameter(weight))
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        replaced: Any = self._parameters.get(name)
-        super().register_parameter(name, param)
-        if hasattr(replaced, "ep_group") and param is not None:
-            param.ep_group = replaced.ep_group  # type: ignore[attr-defined]
-
-
-@cached
-def _numbers(first: int, end: int, ending: str = "") -> tuple[str, ...]:
-    """Spells the numbers from ``first`` to ``end``, without it."""
-    return tuple([f"{i}{ending}" for i in range(first, end)])
-
-
-class GroupedLinear(LinearState):
+class GroupedLinear(ExpertParameters):
     """Y_g = X_g W_g^T + b_g for the rows X_g of each expert g, quantized as a linear of each would, in one launch.
 
     ======  ================  ==================  ===============================
@@ -112,16 +84,6 @@ class GroupedLinear(LinearState):
         TypeError, ValueError: as of ``Linear``.
         ValueError: ``single_grouped_weight`` inside of ``quantized_model_init``; E that no p ranks share alike.
     """
-
-    _rows_kind = ExpertRows
-
-    num_gemms: int  # of this rank
-    num_experts: int  # of all ranks
-    ep_group: Group = Group()
-    first_expert: int = 0
-    single_grouped_weight: bool
-    single_grouped_bias: bool
-    _joined: JoinedWeights | None = None  # of separate quantized weights, as long as they lie in one piece of memory
 
     @checked
     def __init__(
@@ -319,198 +281,6 @@ class GroupedLinear(LinearState):
         check_finite(self._label, "weight", self._own_values())
         watch_gradient(self._label, y, total)
 
-    # ---- the parameters: one for each expert or one of all, whole or this rank's rows of each ----
-
-    @property
-    def _label(self) -> str:
-        if self.name or torch.compiler.is_compiling():
-            return f"GroupedLinear {self.name!r}"
-        return f"GroupedLinear({self.num_gemms}, {self.in_features}, {self.out_features})"
-
-    @property
-    def _has_bias(self) -> bool:
-        first: Any = self._modules.get(str(self.first_expert))
-        return self._parameters.get("bias") is not None or (first is not None and first.bias is not None)
-
-    @property
-    def _weight_names(self) -> tuple[str, ...]:
-        return ("weight",) if self.single_grouped_weight else self._numbers(".weight")
-
-    def _numbers(self, ending: str = "") -> tuple[str, ...]:
-        """The numbers of this rank's experts, spelled."""
-        return _numbers(self.first_expert, self.first_expert + self.num_gemms, ending)
-
-    @property
-    def _matrices(self) -> tuple[tuple[str, ...], ...]:
-        return () if self.single_grouped_weight else tuple((name,) for name in self._weight_names)
-
-    def _weight(self, name: str) -> nn.Parameter:
-        path, _, own = name.rpartition(".")
-        module: Any = self._modules[path] if path else self
-        return module._parameters[own] if own in module._parameters else getattr(module, own)  # if it is computed
-
-    def _group_of(self, name: str) -> int:
-        return int(name.partition(".")[0]) - self.first_expert
-
-    def _each(self, kind: str) -> list[Any]:
-        """The parameters of the experts, if each has its own."""
-        modules: Any = self._modules
-        names = self._numbers()
-        try:  # past nn.Module.__getattr__, of hundreds in each step
-            return [modules[name]._parameters[kind] for name in names]
-        except KeyError:  # one that is computed, as by torch.nn.utils.parametrize
-            return [getattr(modules[name], kind) for name in names]
-
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        return self._weight_matrix(), None if self.return_bias else self._bias_vector()
-
-    def _weight_matrix(self) -> Tensor:
-        """W [G, N, K]."""
-        if self._etp is not None:
-            return self._etp.grad_anchor((self.num_gemms, self.out_features, self.in_features))
-        if self.single_grouped_weight:
-            return self._weight("weight")
-        return stack_weights(self._each("weight"), self._joined)
-
-    def _bias_vector(self) -> Tensor | None:
-        """b [G, N]."""
-        together = self._parameters.get("bias")
-        if together is not None or self.single_grouped_bias or not self._has_bias:
-            return together
-        return torch.stack(self._each("bias"))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initial values: those of one ``Linear`` after the other from the same seed."""
-        self._reset_histories()
-        together = {kind: p for kind in ("weight", "bias") if (p := self._parameters.get(kind)) is not None}
-        whole = {kind: self._to_fill(kind, parameter) for kind, parameter in together.items()}
-        bound = 0.0 if self.init_method is not None or not self.in_features else self.in_features**-0.5
-        numbers = self._numbers()
-        for expert in range(self.num_experts):
-            i = expert - self.first_expert
-            elsewhere = not 0 <= i < self.num_gemms
-            for kind in ("weight", "bias"):
-                path = numbers[0 if elsewhere else i]
-                own = None if kind in whole or path not in self._modules else getattr(self._modules[path], kind)
-                values = whole[kind][0 if elsewhere else i] if kind in whole else None
-                values = values if own is None else self._to_fill(kind, own)
-                if values is None:
-                    continue
-                if elsewhere:  # the same random numbers are drawn as by a process that has all
-                    values = torch.empty_like(values)
-                if kind == "weight":
-                    options.initialize(values, self.init_method)
-                else:
-                    nn.init.uniform_(values, -bound, bound)
-                if own is not None and values is not own and not elsewhere:
-                    write(self, f"{path}.{kind}", own, values)
-        for kind, parameter in together.items():
-            if whole[kind] is not parameter:
-                write(self, kind, parameter, whole[kind])
-
-    def _to_fill(self, kind: str, parameter: Tensor) -> Tensor:
-        """Itself; of one that is sharded or quantized memory for the whole, from which it is written."""
-        rows = self._etp is not None and kind == "weight"
-        if not rows and not is_dtensor(parameter) and not isinstance(parameter, QuantizedTensor):
-            return parameter
-        shape = (*parameter.shape[:-2], self.out_features, self.in_features) if rows else parameter.shape
-        return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-
-    def _mark_parameters(self) -> None:
-        super()._mark_parameters()
-        if self.ep_group.size > 1:
-            check_when_wrapping(check_experts_not_replicated)
-            for parameter in self.parameters():
-                parameter.ep_group = self.ep_group  # type: ignore[attr-defined] # others are on other ranks
-        if self._etp is not None:
-            self._joined = None  # which are rows now
-
-    @torch.no_grad()
-    def _share_experts(self, ranks: Group, shared: MutableMapping[Tensor, nn.Parameter]) -> None:
-        """Keeps this rank's of all experts, in memory of their own; ``shared``: as of ``tensor_parallel.shard_rows``.
-
-        Separate parameters stay the objects that they are.
-        """
-        assert self.ep_group.size == 1 and self._etp is None
-        count = self.num_experts // ranks.size
-        own = slice(ranks.rank * count, (ranks.rank + 1) * count)
-        for number in {*self._numbers()} - {*self._numbers()[own]}:
-            self._modules.pop(number, None)
-        self.ep_group, self.first_expert, self.num_gemms, self._groups = ranks, own.start, count, count
-        for kind in ("weight", "bias"):
-            whole = self._parameters.get(kind)
-            if whole is not None:
-                if whole not in shared:
-                    shared[whole] = nn.Parameter(whole[own].clone(), whole.requires_grad)
-                    noted = {name: value for name, value in vars(whole).items() if name != "main_grad"}
-                    shared[whole].__dict__.update(noted)
-                self.register_parameter(kind, shared[whole])
-            elif str(own.start) in self._modules:
-                experts: list[Any] = [self._modules[number]._parameters.get(kind) for number in self._numbers()]  # type: ignore[union-attr]
-                if not any(each is None or isinstance(each, QuantizedTensor) for each in experts):
-                    for each, values in zip(experts, torch.stack(experts).unbind(), strict=True):
-                        each.data = values
-        self._joined = None
-        self._join_weights()
-        self._mark_parameters()
-        self.invalidate()
-
-    def _join_weights(self) -> None:
-        """Lets separate weights lie in one piece of memory, after something has made or moved each by itself."""
-        if not self.single_grouped_weight and self._etp is None:
-            self._joined = join_weights(self._each("weight"), self._joined)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_joined": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._join_weights()  # copy.deepcopy copies each by itself
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self._join_weights()
-        return self
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> None:
-        own = slice(self.first_expert, self.first_expert + self.num_gemms)
-        for kind, together in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
-            whole, every = f"{prefix}{kind}", [f"{prefix}{i}.{kind}" for i in range(self.num_experts)]
-            each = every[own]
-            saved = state_dict.get(whole)
-            if isinstance(saved, Tensor) and saved.dim() and len(saved) == self.num_experts > self.num_gemms:
-                saved = state_dict[whole] = saved[own]
-            for name in {*every} - {*each}:  # of other ranks
-                state_dict.pop(name, None)
-            if together and whole not in state_dict and all(name in state_dict for name in each):
-                state_dict[whole] = torch.stack([state_dict.pop(name) for name in each])
-            saved = state_dict.get(whole)
-            if not together and isinstance(saved, Tensor) and saved.dim() and len(saved) == self.num_gemms:
-                del state_dict[whole]
-                state_dict.update(zip(each, saved.unbind(), strict=True))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
-        if local_metadata.get("assign_to_params_buffers", False):
-            self._joined = None  # of weights that others replace now
-
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self._has_bias}"
-
-
-@checked
-def ep_parameters(model: nn.Module) -> dict[nn.Parameter, Group]:
-    """Finds the parameters below ``model`` that are those of a rank's experts, and the ranks that have the others.
-
-    Give them to ``fully_shard`` as ``ignored_params`` where its ranks are some of these.
-    """
-    layers = (each for each in model.modules() if isinstance(each, GroupedLinear) and each.ep_group.size > 1)
-    return {parameter: layer.ep_group for layer in layers for parameter in layer.parameters()}
-
-
-def check_experts_not_replicated(model: nn.Module) -> None:
-    for layer in model.modules():
-        if isinstance(layer, GroupedLinear) and layer.ep_group.size > 1:
-            check_same_rows(layer, layer.parameters(), "ep_group has other experts")

@@ -25,7 +25,8 @@ from minifloat.functional.etp.prefetch_queue import queue_of
 from minifloat.functional.etp.rows import Reduction
 from minifloat.nn import tensor_parallel
 from minifloat.nn.embedding import EtpEmbedding, VocabParallelEmbedding
-from minifloat.nn.grouped_linear import GroupedLinear, check_experts_not_replicated, ep_parameters
+from minifloat.nn.expert_parameters import check_experts_not_replicated, ep_parameters
+from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.grouped_mlp import GroupedMLP
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
@@ -332,6 +333,13 @@ def plan_experts(model: nn.Module, ranks: Ranks, plan: Mapping[str, str]) -> dic
             _check_experts(name, module, ranks.ep.size)
             found[name] = module
     return found
+
+
+def share_experts(experts: Mapping[str, GroupedMLP], ranks: Ranks) -> None:
+    """Leaves each rank of ``ep`` its experts, as :func:`plan_experts` found them; shared parameters stay shared."""
+    shared: dict[Tensor, nn.Parameter] = {}
+    for each in experts.values():
+        each._share_experts(ranks.ep, shared)
 
 
 def _check_experts(name: str, module: GroupedMLP, size: int) -> None:

@@ -34,6 +34,7 @@ from minifloat.parallel.data_parallel import (
     plan_experts,
     plan_rows,
     shard_rows,
+    share_experts,
     weight_rows,
 )
 from minifloat.quantizer import DTYPES
@@ -85,15 +86,13 @@ def parallelize(
                           and ``nn.Embedding``, gathered before they are used; with ``"tp"`` rows of that part
     ``"eetp"``  its own   if there is one, its rows of the weights of each :class:`~minifloat.GroupedLinear`, of which
                           the ranks of ``"etp"`` then have the same
-    ``"ep"``    its own   its experts of each :class:`~minifloat.GroupedMLP`, as those of a :class:`~minifloat.MoE`;
-                          with ``"etp"`` or ``"eetp"`` rows of each of these
+    ``"ep"``    its own   its experts of each :class:`~minifloat.GroupedMLP`; with ``"etp"`` or ``"eetp"`` their rows
     ``"dp"``    its own   the same as the other ranks of this dim
     ==========  ========  ===========================================================================================
 
     Gradients of all parameters are reduced over ``"etp"``, ``"eetp"``, ``"ep"`` and ``"dp"``, in backward: do without
-    ``DistributedDataParallel``. Those of experts are sums over the tokens of ``"ep"`` already, and ``"mean"`` divides
-    them by its size, too, so that a step is that of one process with the tokens of all ranks. The forward of ``model``
-    itself must run, whose hook finds the parameters.
+    ``DistributedDataParallel``. Those of experts are sums over ``"ep"`` already, which ``"mean"`` divides by its size.
+    The forward of ``model`` itself must run, whose hook finds the parameters.
 
     Over ``"tp"`` each :class:`~minifloat.TransformerLayer`, :class:`~minifloat.MultiheadAttention` and
     :class:`~minifloat.LayerNormMLP` becomes what ``set_parallel_mode=True`` would have made of it, with the values it
@@ -105,17 +104,15 @@ def parallelize(
 
     Args:
         model: the same on all ranks: sizes and values.
-        mesh: the ranks: a device mesh whose dims are named among ``"dp"``, ``"ep"``, ``"etp"``, ``"eetp"`` and
-            ``"tp"``, not both of ``"ep"`` and ``"tp"``; a group, or one dim of another name, is ``"tp"``. A single rank
-            changes nothing.
+        mesh: the ranks: a device mesh with dims ``"dp"``, ``"etp"``, ``"eetp"``, and ``"ep"`` or ``"tp"``, or some of
+            these; a group, or one dim of another name, is ``"tp"``. A single rank changes nothing.
         sequence_parallel: as of the layers: activations between them are split along their first dim.
         plan: for further modules, by glob patterns for dotted names (``*`` matches dots too, the first that matches
             wins): ``"column"`` or ``"row"`` for a :class:`~minifloat.Linear` (``"column"`` also for a
             :class:`~minifloat.LayerNormLinear`); ``"vocabulary"`` for an ``nn.Embedding``, which becomes a
             ``VocabParallelEmbedding``; ``"sequence"`` for a module that works on rows of its own, such as a final norm:
-            the gradients of its parameters are summed over the ranks; ``"replicated"`` for a module whose weight stays
-            whole over ``"etp"``, or a :class:`~minifloat.GroupedMLP` all of whose experts stay. What is not named
-            stays as it is.
+            the gradients of its parameters are summed over the ranks; ``"replicated"`` for a module that stays whole
+            over ``"etp"`` and ``"ep"``. What is not named stays as it is.
         etp_reduction: of the gradients of ranks with other data: ``"mean"`` or ``"sum"``.
         reduce_dtype: that these are sent and summed in, as FSDP2's; default: that of what they are added to.
         recast: free the codes of a weight's rows, over ``"etp"``, after its forward, and cast them again for backward:
@@ -143,9 +140,7 @@ def parallelize(
     experts = plan_experts(model, ranks, plan)
     _check_parameters(model, shards, weight_rows(layers), {fc for each in experts.values() for fc in each.children()})
     _cut(shards)
-    shared: dict[Tensor, nn.Parameter] = {}
-    for each in experts.values():
-        each._share_experts(ranks.ep, shared)
+    share_experts(experts, ranks)
     options = {"recasts": recast, "reduce_dtype": reduce_dtype, "prefetch": (prefetch, prefetch_bytes)}
     shard_rows(model, layers, ranks, etp_reduction, **options)
     return model

@@ -20,7 +20,8 @@ from minifloat.comm.dtensor_ddp import local_part, sharded_like
 from minifloat.comm.group import Group
 from minifloat.comm.sharded_cast import gather, is_plain
 from minifloat.formats import COLUMNWISE
-from minifloat.nn.grouped_linear import GroupedLinear, ep_parameters
+from minifloat.nn.expert_parameters import ep_parameters
+from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.tensor_parallel import etp_parameters

@@ -9,16 +9,15 @@ rooflines are made of.
 from __future__ import annotations
 
 import ctypes
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from minifloat.graphs.capture import no_garbage_collection
 from minifloat.tools.bench.registry import Call
 
 Mode = Literal["sustained", "burst"]
@@ -42,18 +41,6 @@ class Rounds:
 
     seconds: dict[Mode, dict[str, list[float]]] = field(default_factory=dict)
     clocks: dict[Mode, list[int | None]] = field(default_factory=dict)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keeps Python from collecting garbage, as timeit does: whoever runs when it is due would be billed for it."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class Timer:
@@ -124,7 +111,7 @@ class Timer:
 
     def _by_clock(self, call: Call, count: int, wait: bool) -> Callable[[], float]:
         self.synchronize()
-        with no_collection():
+        with no_garbage_collection():  # as timeit: whoever runs when it is due would be billed for it
             begin = time.perf_counter()
             for _ in range(count):
                 call()
@@ -135,7 +122,7 @@ class Timer:
 
     def _by_events(self, call: Call, count: int) -> Callable[[], float]:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with no_collection():
+        with no_garbage_collection():  # as timeit: whoever runs when it is due would be billed for it
             begin.record()
             for _ in range(count):
                 call()
