@@ -70,6 +70,7 @@ def check_sharded(collective: str, x: Tensor, shards: ShardMap, group: Group) ->
 
 
 T = TypeVar("T")
+U = TypeVar("U")
 _functional = torch.ops._c10d_functional
 
 
@@ -91,6 +92,10 @@ class Pending(Generic[T]):
             work.wait()
         self._works = []
         return finish()
+
+    def then(self, step: Callable[[T], U]) -> Pending[U]:
+        """The transfer, with ``step`` to make the result of what comes."""
+        return Pending([], lambda: step(self.wait()))
 
 
 def wait_tensor(x: Tensor) -> Tensor:
@@ -240,15 +245,20 @@ def all_gather_rows(x: Tensor, shards: ShardMap, group: Group) -> Tensor:
     return start_all_gather_rows([x], [shards], group, overlapped=False).wait()[0]
 
 
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Rows of ``x``, as many as ``send`` says to each rank in turn, for those of other ranks, as ``receive`` says."""
+def start_exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Pending[Tensor]:
+    """Starts :func:`exchange_rows`."""
     data = as_bytes(x)
     if _traced(data):
         exchanged = _functional.all_to_all_single(data, list(receive), list(send), group.name)
-        return from_bytes(wait_tensor(exchanged), x)
+        return Pending([], lambda: from_bytes(wait_tensor(exchanged), x))
     received = data.new_empty(sum(receive), data.shape[1])
-    dist.all_to_all_single(received, data, list(receive), list(send), group=group.process_group)
-    return from_bytes(received, x)
+    work = dist.all_to_all_single(received, data, list(receive), list(send), group.process_group, async_op=True)
+    return Pending([work], lambda: from_bytes(received, x))
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Rows of ``x``, as many as ``send`` says to each rank in turn, for those of other ranks, as ``receive`` says."""
+    return start_exchange_rows(x, send, receive, group).wait()
 
 
 # ---- reductions ----

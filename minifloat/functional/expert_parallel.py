@@ -31,7 +31,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifloat.autocast import DelayedCall
-from minifloat.comm.collectives import all_reduce_max, as_bytes, exchange_rows, from_bytes, recipes_of_all
+from minifloat.comm.collectives import (
+    Pending,
+    all_reduce_max,
+    as_bytes,
+    exchange_rows,
+    from_bytes,
+    recipes_of_all,
+    start_exchange_rows,
+)
 from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.autograd import apply, first_order
@@ -44,8 +52,8 @@ from minifloat.ops.grouped import gathered_amax
 from minifloat.ops.permute import unpermute_rows
 from minifloat.quantizer import Quantizer, as_matrix
 
-Transfer = Callable[[Tensor, "Dispatch"], Tensor]
-"""Moves rows between the ranks of a dispatch."""
+Transfer = Callable[[Tensor, "Dispatch"], Pending[Tensor]]
+"""Starts to move rows between the ranks of a dispatch."""
 
 
 class Counts(NamedTuple):
@@ -195,32 +203,37 @@ def _starts(counts: Tensor) -> Tensor:
     return counts.cumsum(0) - counts
 
 
-def send_tokens(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Sends tokens [T, ...] to the ranks of their experts; returns what came, by rank."""
-    return exchange_rows(x.index_select(0, dispatch.tokens), *dispatch.of_tokens, dispatch.group)
+def send_tokens(x: Tensor, dispatch: Dispatch) -> Pending[Tensor]:
+    """Sends tokens [T, ...] to the ranks of their experts; gives what came, by rank."""
+    return start_exchange_rows(x.index_select(0, dispatch.tokens), *dispatch.of_tokens, dispatch.group)
 
 
-def send_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Sends rows [T k, ...], sorted by all experts, to the ranks of these; returns what came, sorted, [R, ...]."""
-    x = exchange_rows(x[: sum(dispatch.of_rows.sent)], *dispatch.of_rows, dispatch.group)
-    return x.index_select(0, dispatch.order)
+def send_rows(x: Tensor, dispatch: Dispatch) -> Pending[Tensor]:
+    """Sends rows [T k, ...], sorted by all experts, to the ranks of these; gives what came, sorted, [R, ...]."""
+    sent = start_exchange_rows(x[: sum(dispatch.of_rows.sent)], *dispatch.of_rows, dispatch.group)
+    return sent.then(lambda rows: rows.index_select(0, dispatch.order))
 
 
-def return_rows(y: Tensor, dispatch: Dispatch) -> Tensor:
+def return_rows(y: Tensor, dispatch: Dispatch) -> Pending[Tensor]:
     """Sends rows [R, ...] back to where they came from, [T k, ...]; those of dropped slots are 0."""
-    y = exchange_rows(y.index_select(0, dispatch.inverse), *dispatch.of_rows.back, dispatch.group)
-    dropped = dispatch.routing.order.shape[0] - y.shape[0]
-    return torch.cat([y, y.new_zeros(dropped, *y.shape[1:])]) if dropped else y
+
+    def with_dropped(rows: Tensor) -> Tensor:
+        dropped = dispatch.routing.order.shape[0] - rows.shape[0]
+        return torch.cat([rows, rows.new_zeros(dropped, *rows.shape[1:])]) if dropped else rows
+
+    sent = start_exchange_rows(y.index_select(0, dispatch.inverse), *dispatch.of_rows.back, dispatch.group)
+    return sent.then(with_dropped)
 
 
-def returned_sums(y: Tensor, dispatch: Dispatch) -> Tensor:
-    """Sends rows [R, N] back and adds up those of each token, [T, N], as one process does."""
-    return unpermute_rows(return_rows(y, dispatch), None, dispatch.routing.inverse, dispatch.routing.offsets)
+def returned_sums(y: Tensor, dispatch: Dispatch) -> Pending[Tensor]:
+    """Sends rows [R, N] back; gives the sums of each token's, [T, N], as one process adds them up."""
+    routing = dispatch.routing
+    return return_rows(y, dispatch).then(lambda rows: unpermute_rows(rows, None, routing.inverse, routing.offsets))
 
 
-def spread_tokens(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Sends tokens [T, ...]; returns the rows of this rank's experts, [R, ...]."""
-    return send_tokens(x, dispatch).index_select(0, dispatch.source)
+def spread_tokens(x: Tensor, dispatch: Dispatch) -> Pending[Tensor]:
+    """Sends tokens [T, ...]; gives the rows of this rank's experts, [R, ...]."""
+    return send_tokens(x, dispatch).then(lambda tokens: tokens.index_select(0, dispatch.source))
 
 
 class TravelFunction(torch.autograd.Function):
@@ -229,12 +242,12 @@ class TravelFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dispatch: Dispatch, there: Transfer, back: Transfer) -> Tensor:
         ctx.dispatch, ctx.back = dispatch, back
-        return there(x, dispatch)
+        return there(x, dispatch).wait()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return ctx.back(dy, ctx.dispatch), None, None, None
+        return ctx.back(dy, ctx.dispatch).wait(), None, None, None
 
 
 # ---- what is quantized before it travels ----
@@ -261,8 +274,8 @@ def form_of(quantizer: Quantizer, top_k: int, ranks: int) -> Form:
     return "codes of rows" if top_k * (4 if row.packed else 8) < 16 * distinct else "values"
 
 
-def moved(operand: Operand, dispatch: Dispatch, of_tokens: bool) -> Operand:
-    """Sends a rowwise operand of tokens [T, K] or of rows [T k, K], in one transfer; returns that of rows [R, K].
+def moved(operand: Operand, dispatch: Dispatch, of_tokens: bool) -> Pending[Operand]:
+    """Sends a rowwise operand of tokens [T, K] or of rows [T k, K], in one transfer; gives that of rows [R, K].
 
     What belongs to a row (codes, scales of blocks, an amax a row) travels; what belongs to an expert is on all ranks.
     """
@@ -271,13 +284,17 @@ def moved(operand: Operand, dispatch: Dispatch, of_tokens: bool) -> Operand:
     fields: list[Any] = [*operand[:3]]
     places = [place for place, field in enumerate(fields) if of_rows[place] and field is not None]
     parts = [as_bytes(fields[place]) for place in places]
-    data = (spread_tokens if of_tokens else send_rows)(parts[0] if len(parts) == 1 else torch.cat(parts, 1), dispatch)
     own = [field if field is None or of_rows[place] else field[dispatch.experts] for place, field in enumerate(fields)]
-    for place, part in zip(places, data.split([part.shape[1] for part in parts], 1), strict=True):
-        own[place] = from_bytes(part.contiguous(), fields[place])
-    codes, scale_inv, amax = own
-    shape = layout.rows, operand.shape[1]
-    return Operand(codes, scale_inv, amax, fmt, operand.dim, shape, operand.dtype, layout.offsets)
+
+    def joined_again(data: Tensor) -> Operand:
+        for place, part in zip(places, data.split([part.shape[1] for part in parts], 1), strict=True):
+            own[place] = from_bytes(part.contiguous(), fields[place])
+        codes, scale_inv, amax = own
+        shape = layout.rows, operand.shape[1]
+        return Operand(codes, scale_inv, amax, fmt, operand.dim, shape, operand.dtype, layout.offsets)
+
+    data = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return (spread_tokens if of_tokens else send_rows)(data, dispatch).then(joined_again)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -294,7 +311,7 @@ class ExpertParallel(Experts):
 
     def _cast(
         self, cast: RoleCasts, x: Tensor, tokens: Tokens | None, delayed_call: DelayedCall | None, *scale: Tensor | None
-    ) -> Quantized:
+    ) -> Pending[Quantized] | Quantized:
         """Casts tokens and sends them, or sends them and casts."""
         if tokens is None:
             return super()._cast(cast, x, None, delayed_call, *scale)
@@ -302,8 +319,9 @@ class ExpertParallel(Experts):
         of_ranks = quantizer.with_usage(columnwise=dispatch.trains)  # of which some may have frozen experts
         form = form_of(of_ranks, tokens.routing.inverse.shape[1], dispatch.group.size)
         if form == "values":
-            received = send_tokens(x, dispatch)
-            return cast_tokens(cast, received, dispatch.source, self.layout.offsets, delayed_call)
+            return send_tokens(x, dispatch).then(
+                lambda received: cast_tokens(cast, received, dispatch.source, self.layout.offsets, delayed_call)
+            )
         rowwise, amax = RoleCasts([quantizer.with_usage(rowwise=True, columnwise=False)], cast.kinds, ""), None
         if form == "codes of tokens":
             (operands,) = rowwise([x], None)
@@ -311,8 +329,8 @@ class ExpertParallel(Experts):
             offsets = tokens.routing.offsets
             (amax,) = all_reduce_max([gathered_amax(x, tokens.rows, offsets)], dispatch.group)
             operands = cast_tokens(rowwise, x, tokens.rows, offsets, None, amax)
-        row = moved(operands.along(ROWWISE), dispatch, form == "codes of tokens")
-        return self._both(quantizer, cast.kinds, row, amax)
+        sent = moved(operands.along(ROWWISE), dispatch, form == "codes of tokens")
+        return sent.then(lambda row: self._both(quantizer, cast.kinds, row, amax))
 
     def _both(self, quantizer: Quantizer, kinds: Sequence[str], row: Operand, amax: Tensor | None) -> Quantized:
         """The operands that ``quantizer`` makes of the values that a rowwise one came from."""
@@ -329,5 +347,5 @@ class ExpertParallel(Experts):
         column = columnwise.of_groups(values, self.layout.offsets, None, amax=known).along(COLUMNWISE)
         return Quantized(row, column._replace(dtype=row.dtype))
 
-    def _summed(self, rows: Tensor, tokens: Tokens | None) -> Tensor:
+    def _summed(self, rows: Tensor, tokens: Tokens | None) -> Pending[Tensor] | Tensor:
         return rows if tokens is None else returned_sums(rows, self.dispatch)

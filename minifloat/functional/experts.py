@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from minifloat.autocast import DelayedCall
 from minifloat.formats import COLUMNWISE
-from minifloat.functional.autograd import first_order, guarded
-from minifloat.functional.exchange import UNKNOWN, Exchange, Inputs, KnownOfX
+from minifloat.functional.autograd import as_output, first_order, guarded
+from minifloat.functional.exchange import UNKNOWN, Exchange, Inputs, KnownOfX, waited
 from minifloat.functional.grouped import GroupLayout, joined, joined_for_dgrad
 from minifloat.functional.linear import LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm_activation import VALUES, Activation, measures_amax, one_format
@@ -70,25 +70,28 @@ class Experts(Exchange):
         if x_operands is None:
             assert x is not None
             x_operands = self._cast(spec.casts.x, x, self.x_tokens, given.delayed, known.scale)
-        if w is None:
+        if w is None:  # cast while tokens travel
             own = spec.casts_w or isinstance(weight, QuantizedTensor)
             w = quantize_weight(spec.casts.w, weight if own else weight.to(spec.options.dtype), given.delayed)
+        x_operands = waited(x_operands)
         return x_operands, w, x_operands
 
     def _cast(
         self, cast: RoleCasts, x: Tensor, tokens: Tokens | None, delayed_call: DelayedCall | None, *scale: Tensor | None
-    ) -> Quantized:
+    ) -> Any:
+        """The operands of rows, or of the rows of tokens; ranks may still be sending them."""
         if tokens is None:
             return cast.of_groups(x, self.layout.offsets, delayed_call, *scale)
         return cast_tokens(cast, x, tokens.rows, tokens.routing.offsets, delayed_call)
 
-    def _summed(self, rows: Tensor, tokens: Tokens | None) -> Tensor:
-        """The rows, or for each token the sum of its own."""
+    def _summed(self, rows: Tensor, tokens: Tokens | None) -> Any:
+        """The rows, or for each token the sum of its own, which may be on their way."""
         if tokens is None:
             return rows
         return unpermute_rows(rows, None, tokens.routing.inverse, tokens.routing.offsets)
 
-    def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None, *out: Tensor) -> Tensor:
+    def fprop(self, spec: Spec, x: Any, w: Any, bias: Tensor | None, *out: Tensor) -> Any:
+        """Y; results of tokens may be on their way back."""
         x_rows, w_rows = x.rowwise or x.along(-1), joined(w.rowwise or w.along(-1))
         y = spec.multiply_rows("fprop", x_rows, w_rows, spec.options.dtype, bias, spec.config.fast_fprop, *out)
         return self._summed(y, self.y_tokens)
@@ -102,6 +105,11 @@ class Experts(Exchange):
     ) -> Quantized:
         if spec.override is not None:
             return new(Quantized, (self.values(dy), None))
+        operands: Quantized = waited(self.start_dy(spec, dy, delayed_call))
+        return operands
+
+    def start_dy(self, spec: Spec, dy: Tensor, delayed_call: DelayedCall | None) -> Any:
+        """Starts :meth:`quantize_dy`, without an override."""
         return self._cast(spec.casts.dy, dy, self.y_tokens, delayed_call)
 
     def load_x(self, spec: Spec, x: Any, scale: Tensor | None) -> Any:
@@ -110,7 +118,7 @@ class Experts(Exchange):
         cast = RoleCasts([spec.again], ["input"], spec.options.device)
         return cast.of_groups(x.codes, x.offsets, None, scale).along(COLUMNWISE)
 
-    def dgrad(self, spec: Spec, dy: Any, w: Any) -> Tensor:
+    def dgrad(self, spec: Spec, dy: Any, w: Any) -> Any:
         dy_rows = dy.rowwise or dy.along(-1)
         options = spec.options.dtype, None, spec.config.fast_dgrad, *self.dgrad_out
         dx = spec.multiply("dgrad", dy_rows, joined_for_dgrad(w), *options)
@@ -237,12 +245,19 @@ def casts_in_kernel(cast: RoleCasts) -> bool:
 
 
 class GroupedMLPCall(NamedTuple):
-    """The activation, both linears' calls, and the rows of each expert."""
+    """The activation, both linears' calls, and the rows of each expert.
+
+    Attributes:
+        meanwhile: what is called while results travel.
+        ahead: dY and its operands, on their way while backward computes what ``meanwhile`` computed.
+    """
 
     activation: Activation
     fc1: LinearCall
     fc2: LinearCall
     layout: GroupLayout
+    meanwhile: Callable[[], Any] | None
+    ahead: list[tuple[Tensor, Any]]
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -287,6 +302,9 @@ class GroupedMLPFunction(torch.autograd.Function):
         given2.x = given2.w = None
         y = exchange2.fprop(spec2, a_operands, w_operands, b2)
         saved_w = source2.save(spec2, w2, w_operands) if spec2.options.needs_x else None
+        if mlp.meanwhile is not None:
+            mlp.meanwhile()
+        y = waited(y)
         tensors, ctx.layouts = pack(*saved1, save_x(spec2, exchange2, None, own), saved_w)
         ctx.mlp, ctx.x_shape = mlp, x.shape
         ctx.save_for_backward(
@@ -306,7 +324,9 @@ class GroupedMLPFunction(torch.autograd.Function):
         db2 = exchange2.bias_gradient(spec2, dy) if spec2.options.needs_b else None
         if spec2.recompute_x:
             a = _recompute(spec2, activation, h, probabilities, layout, scales)
-        da, dw2 = gradients(spec2, exchange2, source2, exchange2.quantize_dy(spec2, dy, given2.delayed), a, w2)
+        sent, operands = mlp.ahead.pop() if mlp.ahead else (None, None)
+        operands = waited(operands) if sent is dy else exchange2.quantize_dy(spec2, dy, given2.delayed)
+        da, dw2 = gradients(spec2, exchange2, source2, operands, a, w2)
         del a, w2
         if given2.delayed is not None:
             given2.delayed.backward_finished()
@@ -324,6 +344,24 @@ class GroupedMLPFunction(torch.autograd.Function):
             dx = grad_input(spec1, dx, ctx.x_shape, given1.delayed)
         dp = dp if probabilities is not None and ctx.needs_input_grad[2] else None
         return None, dx, dp, dw1, db1, dw2, db2
+
+
+class AheadFunction(torch.autograd.Function):
+    """Y as it is; backward sends dY to the experts before what is older than this, but newer than the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, mlp: GroupedMLPCall) -> Tensor:
+        ctx.mlp = mlp
+        return as_output(y, y.shape)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        mlp: GroupedMLPCall = ctx.mlp
+        spec, exchange, _, given = mlp.fc2
+        assert isinstance(exchange, Experts)
+        mlp.ahead[:] = [(dy, exchange.start_dy(spec, dy, given.delayed))]
+        return dy, None
 
 
 def _recompute(

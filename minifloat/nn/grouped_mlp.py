@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any, Unpack
 
@@ -17,7 +17,7 @@ from minifloat.autocast import checks_finite, used
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output
 from minifloat.functional.expert_parallel import Dispatch, Plan, dispatch_of
-from minifloat.functional.experts import GroupedMLPCall, GroupedMLPFunction, LocalExperts, Tokens
+from minifloat.functional.experts import AheadFunction, GroupedMLPCall, GroupedMLPFunction, LocalExperts, Tokens
 from minifloat.functional.grouped import GroupLayout, check_groups, layout_of
 from minifloat.functional.norm_activation import Activation, activate
 from minifloat.functional.router import Routing, permute_probabilities, unpermute
@@ -112,8 +112,9 @@ class GroupedMLP(parts.LayerOfParts):
         return not isinstance(self.fc2, GroupedLinear) or self.fc2._has_bias
 
     def forward(
-        self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, probabilities: Tensor | None = None
-    ) -> Tensor:
+        self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, probabilities: Tensor | None = None,
+        meanwhile: Callable[[], Any] | None = None,
+    ) -> Tensor:  # fmt: skip
         """X [M, hidden_size], rows sorted by expert, to Y of the same shape; or tokens [T, hidden_size] to tokens.
 
         Args:
@@ -123,13 +124,15 @@ class GroupedMLP(parts.LayerOfParts):
             is_first_microbatch: as of :meth:`GroupedLinear.forward`.
             probabilities: of the rows, [M], or with a routing of the choices, [T, k]: factors of Y. Without biases they
                 are multiplied to the activation, in fp32, before it is rounded and cast. Their gradient is fp32.
+            meanwhile: is called while results of tokens travel between ranks, if they do: what it computes of these
+                tokens costs less there. Its backward runs while gradients travel.
 
         Raises:
             TypeError, ValueError: as of ``GroupedLinear``, ``permute`` and ``unpermute``.
         """
         check_tensor(x, self)
         if isinstance(m_splits, Routing):
-            return self._forward_tokens(x, m_splits, is_first_microbatch, probabilities)
+            return self._forward_tokens(x, m_splits, is_first_microbatch, probabilities, meanwhile)
         layout = layout_of(x, m_splits, self.num_experts // self.ep_group.size, self.hidden_size, self)
         if probabilities is not None:
             if probabilities.shape != (layout.rows,) or not probabilities.is_floating_point():
@@ -149,10 +152,11 @@ class GroupedMLP(parts.LayerOfParts):
         return y
 
     def _forward_tokens(
-        self, x: Tensor, routing: Routing, is_first_microbatch: bool | None, probabilities: Tensor | None
-    ) -> Tensor:
+        self, x: Tensor, routing: Routing, is_first_microbatch: bool | None, probabilities: Tensor | None,
+        meanwhile: Callable[[], Any] | None,
+    ) -> Tensor:  # fmt: skip
         if self.ep_group.size > 1 and torch.compiler.is_compiling():  # the host waits for how many rows come
-            return run_eager(GroupedMLP._forward_tokens, self, x, routing, is_first_microbatch, probabilities)
+            return run_eager(GroupedMLP._forward_tokens, self, x, routing, is_first_microbatch, probabilities, None)
         recipes = self._fused(is_first_microbatch)
         there = self._dispatch(x, routing, recipes is not None)
         if self._adds_to_results:
@@ -163,7 +167,7 @@ class GroupedMLP(parts.LayerOfParts):
         if recipes is None or not (there.fused and fits):
             return there.gather(self.forward(there.spread(x), there.layout, is_first_microbatch, own))
         check_groups(there.layout, self.num_experts // self.ep_group.size, self)
-        return self._run(x, there, is_first_microbatch, own, routing, *recipes)
+        return self._run(x, there, is_first_microbatch, own, routing, *recipes, meanwhile)
 
     def _dispatch(self, x: Tensor, routing: Routing, fused: bool) -> LocalExperts | Dispatch:
         """Finds where rows go; ``fused``: this rank would run both linears as one.
@@ -221,6 +225,7 @@ class GroupedMLP(parts.LayerOfParts):
     def _run(
         self, x: Tensor, there: LocalExperts | Dispatch, is_first_microbatch: bool | None,
         probabilities: Tensor | None, routing: Routing | None, first: Recipe, second: Recipe,
+        meanwhile: Callable[[], Any] | None = None,
     ) -> Tensor:  # fmt: skip
         fc1, fc2 = self.fc1, self.fc2
         linear_call.check_input(fc1, x, is_first_microbatch)
@@ -236,8 +241,12 @@ class GroupedMLP(parts.LayerOfParts):
             fc2, second, dtype, needs_hidden, is_first_microbatch, exchange=of_fc2,
             recompute_x=self.recompute_activation,
         )  # fmt: skip
-        mlp = GroupedMLPCall(self.activation, call1, call2, there.layout)
+        if meanwhile is not None:
+            meanwhile = partial(_in_grad_mode, torch.is_grad_enabled(), meanwhile)
+        mlp = GroupedMLPCall(self.activation, call1, call2, there.layout, meanwhile, [])
         y = apply(GroupedMLPFunction, mlp, x.to(dtype), probabilities, w1, b1, w2, b2)
+        if meanwhile is not None and y.requires_grad:
+            y = apply(AheadFunction, y, mlp)
         for call in (call1, call2):
             if call.given.delayed is not None:
                 call.given.delayed.forward_finished()
@@ -245,6 +254,12 @@ class GroupedMLP(parts.LayerOfParts):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation.name}"
+
+
+def _in_grad_mode(grad: bool, function: Callable[[], Any]) -> None:
+    """Calls a function inside of an autograd function, which records nothing by itself."""
+    with torch.set_grad_enabled(grad):
+        function()
 
 
 def _times(y: Tensor, probabilities: Tensor, layout: GroupLayout) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any, Unpack, cast
 
 import torch
@@ -177,16 +177,32 @@ class MoE(parts.LayerOfParts):
         options = {} if token_mask is None else {"token_mask": token_mask}
         probabilities, indices, loss = self.router(x, **options)  # which knows whether the mask is of these tokens
         routing = route(indices, self.num_experts, self.experts)
-        y = self.experts(tokens, routing, is_first_microbatch, probabilities)
-        if self.shared_fc1 is not None and self.shared_fc2 is not None:
-            h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
-            shared = self.shared_fc2(h, is_first_microbatch)
-            y = y + (shared if self.shared_gate is None else self.shared_gate(tokens) * shared)
+        shared: Callable[[], Tensor] = partial(self._shared, tokens, is_first_microbatch)
+        given: list[Any] = [tokens, routing, is_first_microbatch, probabilities]
+        if self.shared_fc1 is not None and self._travels:
+            shared = cache(shared)
+            given.append(shared)
+        y = self.experts(*given)
+        if self.shared_fc1 is not None:
+            y = y + shared()
         if y.shape != x.shape and self.shared_fc1 is None and not parts.is_own(self.experts, GroupedMLP):
             y = y.reshape(x.shape).clone()  # no view, and nothing that others may have saved
         elif y.shape != x.shape:
             y = as_output(y, x.shape)
         return y, loss, routing.counts
+
+    @property
+    def _travels(self) -> bool:
+        """Whether tokens travel to experts, and the host, which no compiler does, may do something meanwhile."""
+        own = parts.is_own(self.experts, GroupedMLP) and not torch.compiler.is_compiling()
+        return own and self.experts.ep_group.size > 1
+
+    def _shared(self, tokens: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        """The MLP of every token."""
+        assert self.shared_fc1 is not None and self.shared_fc2 is not None
+        h = activate(self.shared_fc1(tokens, is_first_microbatch), self.experts.activation)
+        shared: Tensor = self.shared_fc2(h, is_first_microbatch)
+        return shared if self.shared_gate is None else self.shared_gate(tokens) * shared
 
     def __getstate__(self) -> dict[str, Any]:
         # Those of the original's graph, which neither copies nor files can have.

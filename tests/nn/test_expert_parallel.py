@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minifloat import GroupedMLP, autocast
+from minifloat.comm.collectives import Pending
 from minifloat.formats import Format
-from minifloat.functional import Routing, sort_by_expert
+from minifloat.functional import Routing, experts, sort_by_expert
 from minifloat.functional.expert_parallel import form_of
 from minifloat.nn import MoE
 from minifloat.quantizer import Quantizer
@@ -240,6 +241,40 @@ def test_a_mixture(rank: int, size: int) -> list[str]:
         if not torch.equal(p.grad, whole.experts.get_parameter(name).grad)  # type: ignore[arg-type]
     ]
     return wrong
+
+
+@on_ranks(2)
+def test_what_runs_while_tokens_travel(rank: int, size: int) -> list[str]:
+    """The cast of W1 while X does, the shared MLP while Y and dY do, dW1 while dX does."""
+    moe = MoE(H, F, E, K, shared_ffn_hidden_size=16, dtype=BF16, recipe="current", ep_group=dist.group.WORLD)
+    events: list[str] = []
+
+    def told(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            events.append(name)
+            return function(*args, **options)
+
+        return call
+
+    assert moe.shared_fc2 is not None
+    moe.shared_fc2.register_forward_hook(told("shared", lambda module, x, y: None))
+    moe.shared_fc2.register_full_backward_hook(told("shared", lambda module, dx, dy: None))
+    x = torch.randn(9, H).to(BF16).requires_grad_()
+    with (
+        mock.patch.object(dist, "all_to_all_single", told("send", dist.all_to_all_single)),
+        mock.patch.object(experts, "quantize_weight", told("cast W", experts.quantize_weight)),
+        mock.patch.object(experts.Experts, "wgrad", told("dW", experts.Experts.wgrad)),
+        mock.patch.object(Pending, "wait", told("wait", Pending.wait)),
+    ):
+        y = moe(x)
+        forward, events[:] = " ".join(events), []
+        y.sum().backward()
+    backward = " ".join(events)
+    seen = (
+        "send cast W wait" in forward, "send shared wait" in forward, forward.count("send") == 5,
+        "send shared wait" in backward, "send dW wait" in backward, backward.count("send") == 3,
+    )  # fmt: skip
+    return [] if all(seen) else [forward, backward]
 
 
 @on_ranks(2, 3)
