@@ -158,42 +158,45 @@ def dispatch_of(routing: Routing, group: Group, plan: Plan) -> Dispatch:
     """
     device, size, slots = routing.order.device, group.size, routing.order.shape[0]
     length, groups = routing.inverse.shape[0], routing.counts.shape[0] // size
+    # All but what has sizes that the host must know is computed before it waits: it is then that the device idles.
     token_of_row = routing.order.long() // routing.inverse.shape[1]
     places = torch.arange(slots, device=device, dtype=torch.int32)
     rank_of_row = torch.searchsorted(routing.offsets[::groups].contiguous(), places, right=True) - 1
     goes = torch.zeros(size + 1, length, dtype=torch.bool, device=device)  # a token to a rank; dropped ones to the last
     goes[rank_of_row, token_of_row] = True
-    goes = goes[:size]
     word = torch.full((size, 1), plan.word, device=device)
-    own = torch.cat([routing.counts.view(size, groups).long(), goes.sum(1, keepdim=True), word], 1)
+    own = torch.cat([routing.counts.view(size, groups).long(), goes[:size].sum(1, keepdim=True), word], 1)
     got = torch.empty_like(own)
-    dist.all_to_all_single(got, own, group=group.process_group)
-    (own, own_tokens, _), (got, got_tokens, words) = (each.split_with_sizes([groups, 1, 1], 1) for each in (own, got))
-    rows_got = got.sum(1)
-    numbers = torch.stack([own.sum(1), rows_got, own_tokens[:, 0], got_tokens[:, 0], words[:, 0]]).tolist()
+    counting = dist.all_to_all_single(got, own, group=group.process_group, async_op=True)
+    # The tokens for each rank, and for each row the place of its token among those.
+    place = (goes.flatten().cumsum(0) - 1).view(size + 1, length)
+    own_tokens = own[:, groups]
+    starts = torch.cat([_starts(own_tokens), own_tokens.new_zeros(1)])
+    sources = (place - starts[:, None])[rank_of_row, token_of_row].int()
+    tokens = torch.empty(size * length + 1, dtype=torch.int64, device=device)
+    row_of_tokens = torch.arange(length, device=device).repeat(size)
+    tokens.scatter_(0, torch.where(goes, place, size * length)[:size].flatten(), row_of_tokens)
+    # What comes is in blocks, by rank and expert, of rows that are needed by expert and rank.
+    counting.wait()
+    got, (got_tokens, words) = got[:, :groups], got[:, groups:].unbind(1)
+    blocks = got.t().flatten()
+    to_experts = _starts(got.flatten()).view(size, groups).t().flatten() - _starts(blocks)
+    to_tokens = _starts(got_tokens).int().repeat(groups)
+    offsets = torch.zeros(groups + 1, dtype=torch.int32, device=device)
+    offsets[1:] = blocks.cumsum(0)[size - 1 :: size]
+    numbers = torch.stack([own[:, :groups].sum(1), got.sum(1), own_tokens, got_tokens, words]).tolist()
     of_rows, of_tokens, said = Counts(*numbers[:2]), Counts(*numbers[2:4]), numbers[4]
     if any(each >> 2 != plan.word >> 2 for each in said):
         raise ValueError(f"{plan.label}: {recipes_of_all(plan.recipes, group.process_group)}")
-    # The tokens for each rank, and for each row the place of its token among those.
-    place = (goes.flatten().cumsum(0) - 1).view(size, length)
-    tokens = torch.empty(size * length + 1, dtype=torch.int64, device=device)
-    tokens.scatter_(
-        0, torch.where(goes, place, size * length).flatten(), torch.arange(length, device=device).repeat(size)
-    )
-    count, received = sum(of_rows.sent), sum(of_rows.received)
-    rank_of_row, token_of_row = rank_of_row[:count], token_of_row[:count]
-    sources = place[rank_of_row, token_of_row] - _starts(own_tokens[:, 0])[rank_of_row]
-    sources = exchange_rows(sources.int(), *of_rows, group)
-    # What comes, by rank, in the order of this rank's experts.
-    experts = torch.arange(groups, device=device).repeat(size)
-    experts = experts.repeat_interleave(got.flatten(), output_size=received)
-    order = torch.sort(experts, stable=True).indices
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(received, device=device))
-    sources = sources + _starts(got_tokens[:, 0]).repeat_interleave(rows_got, output_size=received)
-    offsets = torch.zeros(groups + 1, dtype=torch.int32, device=device)
-    offsets[1:] = got.sum(0).cumsum(0)
+    received = sum(of_rows.received)
+    travelling = start_exchange_rows(sources[: sum(of_rows.sent)], *of_rows, group)
+    places = torch.arange(received, device=device)
+    block_of_row = torch.repeat_interleave(blocks, output_size=received)
+    order = places + to_experts[block_of_row]
+    inverse = torch.empty_like(order).scatter_(0, order, places)
     return Dispatch(
-        group, routing, tokens[: sum(of_tokens.sent)], of_tokens, sources.int()[order], of_rows, order, inverse,
+        group, routing, tokens[: sum(of_tokens.sent)], of_tokens,
+        travelling.wait()[order] + to_tokens[block_of_row], of_rows, order, inverse,
         GroupLayout(offsets, received), all(each & 2 for each in said), any(each & 1 for each in said),
     )  # fmt: skip
 
