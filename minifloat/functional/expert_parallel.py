@@ -24,6 +24,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,14 +36,13 @@ from minifloat.comm.collectives import (
     Pending,
     all_reduce_max,
     as_bytes,
-    exchange_rows,
     from_bytes,
     recipes_of_all,
     start_exchange_rows,
 )
 from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.autograd import apply, first_order
+from minifloat.functional.autograd import apply, as_output, first_order
 from minifloat.functional.experts import Experts, Tokens, cast_tokens
 from minifloat.functional.grouped import GroupLayout
 from minifloat.functional.quantize import RoleCasts
@@ -97,6 +97,7 @@ class Dispatch(NamedTuple):
         routing: the choices of this rank's tokens among all experts.
         tokens: int64 [U], those that go to the first rank, the second, and so on; ``of_tokens`` counts them.
         source: int32 [R], for each row of this rank's experts the token among those received.
+        probabilities: fp32 [R], those of the rows, if there are any.
         of_rows: counts of rows.
         order: int64 [R], for each row of this rank's experts its place among the rows received, which come by rank.
         inverse: int64 [R], the inverse of ``order``.
@@ -110,6 +111,7 @@ class Dispatch(NamedTuple):
     tokens: Tensor
     of_tokens: Counts
     source: Tensor
+    probabilities: Tensor | None
     of_rows: Counts
     order: Tensor
     inverse: Tensor
@@ -127,9 +129,9 @@ class Dispatch(NamedTuple):
         result: Tensor = apply(TravelFunction, y, self, returned_sums, spread_tokens)
         return result
 
-    def send(self, x: Tensor) -> Tensor:
-        """Sends rows of tokens [T k, ...] to their experts, [R, ...]."""
-        result: Tensor = apply(TravelFunction, x, self, send_rows, return_rows)
+    def probabilities_of(self, p: Tensor) -> Tensor:
+        """Those of this rank's experts' rows, [R], of those of tokens' rows, ``p`` [T k], which have been sent."""
+        result: Tensor = apply(TravelFunction, p, self, sent_probabilities, return_rows)
         return result
 
     def collect(self, y: Tensor) -> Tensor:
@@ -148,10 +150,13 @@ class Dispatch(NamedTuple):
         return slice(self.group.rank * groups, (self.group.rank + 1) * groups)
 
 
-def dispatch_of(routing: Routing, group: Group, plan: Plan) -> Dispatch:
+def dispatch_of(routing: Routing, group: Group, plan: Plan, probabilities: Tensor | None = None) -> Dispatch:
     """Finds what goes where, in two small exchanges, and waits for the device: the sizes of transfers are needed here.
 
     The one point where a mixture of experts waits; backward knows all that it needs.
+
+    Args:
+        probabilities: fp32 [T k], of the rows of tokens; sent along, without a gradient.
 
     Raises:
         ValueError: on all ranks, if they run under different recipes.
@@ -189,14 +194,18 @@ def dispatch_of(routing: Routing, group: Group, plan: Plan) -> Dispatch:
     if any(each >> 2 != plan.word >> 2 for each in said):
         raise ValueError(f"{plan.label}: {recipes_of_all(plan.recipes, group.process_group)}")
     received = sum(of_rows.received)
-    travelling = start_exchange_rows(sources[: sum(of_rows.sent)], *of_rows, group)
+    sent = sources[:, None]
+    if probabilities is not None:
+        sent = torch.stack([sources, probabilities.detach().view(torch.int32)], 1)
+    travelling = start_exchange_rows(sent[: sum(of_rows.sent)], *of_rows, group)
     places = torch.arange(received, device=device)
     block_of_row = torch.repeat_interleave(blocks, output_size=received)
     order = places + to_experts[block_of_row]
     inverse = torch.empty_like(order).scatter_(0, order, places)
+    source, *weights = travelling.wait().index_select(0, order).unbind(1)
     return Dispatch(
-        group, routing, tokens[: sum(of_tokens.sent)], of_tokens,
-        travelling.wait()[order] + to_tokens[block_of_row], of_rows, order, inverse,
+        group, routing, tokens[: sum(of_tokens.sent)], of_tokens, source + to_tokens[block_of_row],
+        weights[0].contiguous().view(torch.float32) if weights else None, of_rows, order, inverse,
         GroupLayout(offsets, received), all(each & 2 for each in said), any(each & 1 for each in said),
     )  # fmt: skip
 
@@ -237,6 +246,12 @@ def returned_sums(y: Tensor, dispatch: Dispatch) -> Pending[Tensor]:
 def spread_tokens(x: Tensor, dispatch: Dispatch) -> Pending[Tensor]:
     """Sends tokens [T, ...]; gives the rows of this rank's experts, [R, ...]."""
     return send_tokens(x, dispatch).then(lambda tokens: tokens.index_select(0, dispatch.source))
+
+
+def sent_probabilities(p: Tensor, dispatch: Dispatch) -> Pending[Tensor]:
+    """Gives what came for ``p`` along with the sources of rows."""
+    assert dispatch.probabilities is not None
+    return Pending([], partial(as_output, dispatch.probabilities, dispatch.probabilities.shape))
 
 
 class TravelFunction(torch.autograd.Function):

@@ -148,9 +148,9 @@ class LocalExperts(NamedTuple):
         assert self.routing is not None
         return unpermute(y, self.routing)
 
-    def send(self, x: Tensor) -> Tensor:
-        """Rows of tokens, sorted by expert, where these are."""
-        return x
+    def probabilities_of(self, p: Tensor) -> Tensor:
+        """Those of rows, which are where they are needed."""
+        return p
 
     def collect(self, y: Tensor) -> Tensor:
         """Rows of experts, where their tokens are."""

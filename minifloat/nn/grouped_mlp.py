@@ -158,19 +158,24 @@ class GroupedMLP(parts.LayerOfParts):
         if self.ep_group.size > 1 and torch.compiler.is_compiling():  # the host waits for how many rows come
             return run_eager(GroupedMLP._forward_tokens, self, x, routing, is_first_microbatch, probabilities, None)
         recipes = self._fused(is_first_microbatch)
-        there = self._dispatch(x, routing, recipes is not None)
+        of_rows = (
+            None if probabilities is None or self._adds_to_results else permute_probabilities(probabilities, routing)
+        )
+        there = self._dispatch(x, routing, recipes is not None, of_rows)
         if self._adds_to_results:
             y = self.forward(there.spread(x), there.layout, is_first_microbatch)
             return unpermute(there.collect(y), routing, probabilities)
-        own = None if probabilities is None else there.send(permute_probabilities(probabilities, routing))
+        own = None if of_rows is None else there.probabilities_of(of_rows)
         fits = x.dim() == 2 and x.shape[0] == routing.inverse.shape[0]  # or ``permute`` tells of it
         if recipes is None or not (there.fused and fits):
             return there.gather(self.forward(there.spread(x), there.layout, is_first_microbatch, own))
         check_groups(there.layout, self.num_experts // self.ep_group.size, self)
         return self._run(x, there, is_first_microbatch, own, routing, *recipes, meanwhile)
 
-    def _dispatch(self, x: Tensor, routing: Routing, fused: bool) -> LocalExperts | Dispatch:
-        """Finds where rows go; ``fused``: this rank would run both linears as one.
+    def _dispatch(
+        self, x: Tensor, routing: Routing, fused: bool, probabilities: Tensor | None
+    ) -> LocalExperts | Dispatch:
+        """Finds where rows go; ``fused``: this rank would run both linears as one; ``probabilities``: of the rows.
 
         Raises:
             ValueError: delayed scaling under ``ep_group``, ranks with different recipes, or other tokens than the
@@ -202,7 +207,7 @@ class GroupedMLP(parts.LayerOfParts):
                 "capture of a CUDA graph cannot; capture the layers around"
             )
         plan = Plan(self._label, "; ".join(recipes), fused, trains and torch.is_grad_enabled())
-        return dispatch_of(routing, self.ep_group, plan)
+        return dispatch_of(routing, self.ep_group, plan, probabilities)
 
     def _fused(self, is_first_microbatch: bool | None) -> tuple[Recipe, Recipe] | None:
         """The recipes of both linears, if one autograd function can run them."""
