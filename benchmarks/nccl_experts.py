@@ -1,7 +1,8 @@
 """Experts that GPUs share out: ``torchrun --nproc-per-node 2 benchmarks/nccl_experts.py``; gloo with ``--device cpu``.
 
 The cases of ``tests/nn/test_expert_parallel.py`` on NCCL: each rank has the tokens of all, runs a whole MLP of experts
-on them, and its share of the experts with the others. A line a case; ends with an error if any differs.
+on them, and its share of the experts with the others. Then those of meshes, FSDP2 and checkpoints in
+``tests/parallel`` that need two ranks. A line a case; ends with an error if any differs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.nn.test_expert_parallel import CODES, EXACT, OPTIONS, compare
+from tests.parallel import test_expert_checkpoints, test_expert_meshes
 
 CASES: dict[str, dict[str, Any]] = (
     {f"exact, {name}": {"options": {"recipe": recipe}} for name, recipe in EXACT.items()}
@@ -28,6 +34,22 @@ CASES: dict[str, dict[str, Any]] = (
 )
 
 
+def of_meshes(device: str) -> dict[str, Callable[[int, int], Any]]:
+    """Cases of two ranks, each with a function that returns what differs, or raises."""
+    meshes = {
+        f"mesh, {name}": partial(test_expert_meshes.compare, case=case)
+        for name, case in test_expert_meshes.CASES.items()
+        if prod(case.dims.values()) == 2
+    }
+    sharded = partial(test_expert_meshes.shard_experts, dims={"dp": 1, "ep": 2}, recipe="mxfp8", single=False)
+    folders = [""] + [f"/tmp/nccl_experts_{device}_{step}" for step in range(2)]
+    checkpoints = {
+        f"checkpoint {step}": partial(test_expert_checkpoints.load_and_save, way="ep 2", source=source, target=target)
+        for step, (source, target) in enumerate(pairwise(folders))
+    }
+    return {**meshes, "FSDP2": sharded, **checkpoints}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -36,15 +58,17 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if device == "cuda":
         torch.cuda.set_device(rank)
+    cases = {name: partial(compare, **case, device=device) for name, case in CASES.items()}
     failed = False
-    for name, case in CASES.items():
+    for name, case in (cases | (of_meshes(device) if size == 2 else {})).items():
+        torch.set_default_device(device if name not in cases else None)
         torch.manual_seed(0)
         try:
-            wrong = compare(rank, size, **case, device=device)
+            wrong = case(rank, size)
         except Exception:
             wrong = [traceback.format_exc()]
         failed |= bool(wrong)
-        print(f"rank {rank}: {name}: {'; '.join(wrong) or 'equal'}", flush=True)
+        print(f"rank {rank}: {name}: {'; '.join(wrong or []) or 'equal'}", flush=True)
     dist.barrier()
     sys.exit(failed)
 

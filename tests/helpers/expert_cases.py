@@ -58,7 +58,7 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def batches(step: int, groups: int, size: int) -> list[list[Batch]]:
     """X, choices, probabilities and dY of each rank, by group; other numbers of tokens on each rank, on one none."""
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     found = []
     for group in range(groups):
         of_group = []

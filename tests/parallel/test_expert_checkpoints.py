@@ -40,7 +40,8 @@ WAYS = {
 
 
 def mesh_of(way: str) -> Any:
-    return None if way == "none" else init_device_mesh("cpu", WAYS[way], mesh_dim_names=("replicas", "ep", "rows"))
+    device = torch.get_default_device().type
+    return None if way == "none" else init_device_mesh(device, WAYS[way], mesh_dim_names=("replicas", "ep", "rows"))
 
 
 def make(seed: int, way: str, mesh: Any) -> nn.Sequential:

@@ -56,7 +56,7 @@ def values(parameter: Tensor) -> Tensor:
 
 def compare(rank: int, size: int, case: Case) -> list[str]:
     """Y, dX and all gradients of two steps, and the values that the model starts with: what differs."""
-    mesh = init_device_mesh("cpu", tuple(case.dims.values()), mesh_dim_names=tuple(case.dims))
+    mesh = init_device_mesh(torch.get_default_device().type, tuple(case.dims.values()), mesh_dim_names=tuple(case.dims))
     torch.manual_seed(1)
     with quantized_model_init(case.quantized, recipe=case.options.get("recipe")):
         whole = Tokens(**case.options)
@@ -300,7 +300,7 @@ def test_refusals_change_nothing(worker_pool: Pools) -> None:
 
 def shard_experts(rank: int, size: int, dims: dict[str, int], recipe: str, single: bool) -> list[str]:
     """Two steps; gradients that are not those of one process with all data, but for the order of sums."""
-    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    mesh = init_device_mesh(torch.get_default_device().type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     data = mesh[tuple(dims)]._flatten("data")  # type: ignore[index]
     options: dict[str, Any] = {"recipe": recipe, "single_grouped_weight": single}
     torch.manual_seed(1)
@@ -317,7 +317,7 @@ def shard_experts(rank: int, size: int, dims: dict[str, int], recipe: str, singl
     wrong = [] if (recipe == "none" or single) == (not codes) else ["gathered weights"]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
     for step in range(2):
-        x = torch.randn(size, 11, H, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(size, 11, H, generator=torch.Generator(torch.get_default_device()).manual_seed(step))
         model(x[rank]).square().sum().backward()
         (whole(x.flatten(0, 1)).square().sum() / size).backward()
         for name, parameter in model.named_parameters():
