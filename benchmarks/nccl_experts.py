@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.nn import test_router
 from tests.nn.test_expert_parallel import CODES, EXACT, OPTIONS, compare
 from tests.parallel import test_expert_checkpoints, test_expert_meshes
 
@@ -32,6 +33,20 @@ CASES: dict[str, dict[str, Any]] = (
     | {f"most experts, {name}": {"options": {"recipe": EXACT[name]}, "k": 5} for name in ("none", "current", "nvfp4")}
     | {"one expert gets all": {"options": {"recipe": "current"}, "skewed": True, "steps": 3}}
 )
+
+
+def routers(rank: int, size: int) -> list[str]:
+    """The loss over all ranks, its gradient, and counts beside those of one process; and the bias that follows."""
+    loss, gradient, counts, bias = test_router.loss_on_ranks(0, 1, "none")
+    sums = [each.clone() for each in test_router.loss_on_ranks(rank, size, "none")[:3]]
+    chosen, _, bias = test_router.balanced_on_ranks(rank, size, "none")
+    for each in (*sums, chosen):
+        dist.all_reduce(each)
+    pairs = {
+        "loss": (sums[0] / size, loss), "gradient": (sums[1] / size, gradient), "counts": (sums[2], counts),
+        "bias": (bias, 0.25 * (22 * size - 8 * chosen).sign().float()),
+    }  # fmt: skip
+    return [name for name, (own, wanted) in pairs.items() if not torch.allclose(own, wanted, rtol=1e-5)]
 
 
 def of_meshes(device: str) -> dict[str, Callable[[int, int], Any]]:
@@ -47,7 +62,7 @@ def of_meshes(device: str) -> dict[str, Callable[[int, int], Any]]:
         f"checkpoint {step}": partial(test_expert_checkpoints.load_and_save, way="ep 2", source=source, target=target)
         for step, (source, target) in enumerate(pairwise(folders))
     }
-    return {**meshes, "FSDP2": sharded, **checkpoints}
+    return {**meshes, "FSDP2": sharded, **checkpoints, "routers": routers}
 
 
 def main() -> None:
