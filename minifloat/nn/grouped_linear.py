@@ -283,4 +283,5 @@ class GroupedLinear(ExpertParameters):
 
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self._has_bias}"
+        ranks = f", ep_size={self.ep_group.size}" if self.ep_group.size > 1 else ""
+        return f"{sizes}, bias={self._has_bias}{ranks}"

@@ -203,6 +203,8 @@ def test_bytes_of_dispatch(rank: int, size: int) -> list[str]:
             mlp(x, sort_by_expert(indices, E)).sum().backward()
         rows = int((indices >= 0).sum())
         ratios = [nbytes / (2 * rows * 512) for nbytes in sent if nbytes > 1000]  # without counts
+        if f"num_gemms={E // size}," not in repr(mlp) or f"ep_size={size}" not in repr(mlp):
+            wrong.append(repr(mlp))
         if len(ratios) != 4 or max(ratios[0], ratios[2]) > most:  # others are of the rows that are received
             wrong.append(f"{recipe}: {ratios}")
     return wrong
