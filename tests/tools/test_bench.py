@@ -171,6 +171,7 @@ def marked(row: Row) -> Any:
     """Rows that differ from others in their sizes only are for the larger set of tests."""
     large = (row.name != "8192 x 8192 x 8192" and row.suite == "linear") or row.name.endswith("transformer layers")
     large |= row.suite == "tokens" and not row.name.startswith("512 ")
+    large |= row.suite == "shapes" and row.name != "1024 x 1024 x 1024"
     large |= row.suite in ("grouped", "experts") and not row.name.endswith("4096 x 7168, 32 groups")
     large |= row.name.startswith("MXFP8, ")
     return pytest.param(row, marks=[pytest.mark.slow] * large, id=registry.title(row))

@@ -1,4 +1,4 @@
-"""Suites ``linear`` and ``tokens``: forward and backward of one Linear, its weight cast at every step."""
+"""Suites ``linear``, ``tokens`` and ``shapes``: forward and backward of one Linear, its weight cast at every step."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ SHAPES: dict[tuple[int, int, int], dict[str, float]] = {
 EMULATED_GOAL = 0.7  # of MXFP8 and NVFP4, for which this hardware has no instruction
 ROOFLINE_GOAL = 0.95
 SWEEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+GRID_TOKENS = (1024, 4096, 16384)
+GRID = (
+    (1024, 1024),
+    (2048, 2048),
+    (8192, 2048),
+    (2048, 8192),
+    (4096, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (8192, 8192),
+)
+GRID_RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8")
+"""Of suite ``shapes``, from which ``minifloat advise`` predicts: (out, in), at each number of tokens."""
 COMPILED = ("delayed", "current", "block")
 TINY = 64  # what shapes are divided by on a CPU
 
@@ -104,15 +117,16 @@ def build(tokens: int, out: int, into: int, goals: dict[str, float], device: tor
     return _case(contenders, contender, (tokens, out, into))
 
 
-def build_sweep(tokens: int, device: torch.device, tiny: bool) -> Case:
-    """Eager contenders at one number of tokens, 4096 to 4096 features."""
-    out = into = 4096
+def build_sweep(
+    tokens: int, out: int, into: int, recipes: Sequence[str], device: torch.device, tiny: bool
+) -> Case:  # fmt: skip
+    """Eager contenders at one number of tokens."""
     if tiny:
         tokens, out, into = tokens // 16, out // TINY, into // TINY
     x, w, dy = data(device, tokens, out, into)
     contender = Modules(x, dy, expected(torch_linear(w, torch.float32), x, dy))
     contenders = [contender("torch bf16", partial(torch_linear, w))]
-    contenders += [contender(f"minifloat {name}", partial(our_linear, w, name), name) for name in NAMES]
+    contenders += [contender(f"minifloat {name}", partial(our_linear, w, name), name) for name in recipes]
     contenders += [contender(f"TE {name}", partial(te_linear, w, name), name) for name in peers.TE_RECIPES]
     return _case(contenders, contender, (tokens, out, into))
 
@@ -128,5 +142,10 @@ def _case(contenders: list[Contender], made: Modules, shape: tuple[int, int, int
 
 ROWS = (
     *(Row("linear", " x ".join(map(str, shape)), partial(build, *shape, goals)) for shape, goals in SHAPES.items()),
-    *(Row("tokens", f"{tokens} x 4096 x 4096", partial(build_sweep, tokens)) for tokens in SWEEP_TOKENS),
+    *(Row("tokens", f"{m} x 4096 x 4096", partial(build_sweep, m, 4096, 4096, NAMES)) for m in SWEEP_TOKENS),
+    *(
+        Row("shapes", f"{m} x {out} x {into}", partial(build_sweep, m, out, into, GRID_RECIPES))
+        for out, into in GRID
+        for m in GRID_TOKENS
+    ),
 )

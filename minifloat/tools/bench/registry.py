@@ -95,8 +95,8 @@ class Row:
 
 
 SUITES = {
-    "linear": "linear", "tokens": "linear", "fused": "fused", "casts": "casts", "grouped": "grouped",
-    "experts": "experts", "model": "model", "host": "host",
+    "linear": "linear", "tokens": "linear", "shapes": "linear", "fused": "fused", "casts": "casts",
+    "grouped": "grouped", "experts": "experts", "model": "model", "host": "host",
 }  # fmt: skip
 """The module in which a suite's rows are, in the order of the report."""
 

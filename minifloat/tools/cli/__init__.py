@@ -58,7 +58,7 @@ def build() -> typer.Typer:
     """The application with all its commands."""
     import typer
 
-    from minifloat.tools.cli import bench, generate, study, train
+    from minifloat.tools.cli import advise, bench, generate, study, train
     from minifloat.tools.cli.doctor import show
 
     app = typer.Typer(name="minifloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -79,6 +79,7 @@ def build() -> typer.Typer:
             show(choose_device(device))
 
     app.command("bench")(bench.bench)
+    app.command("advise")(advise.command)
     return app
 
 

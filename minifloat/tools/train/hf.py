@@ -71,7 +71,7 @@ class HuggingFace:
         )
         try:
             with warnings.catch_warnings(action="ignore"):  # it is an error here
-                report = convert(read._meta, "current")
+                report = convert(read.on_meta, "current")
         except Exception as error:
             raise _no_model(file, error) from error
         if not report.converted:
@@ -84,13 +84,13 @@ class HuggingFace:
         return f"{type(self.config).__name__} of {self.source}, {weights}, context {self.context}"
 
     @cached_property
-    def _meta(self) -> nn.Module:
+    def on_meta(self) -> nn.Module:
         with torch.device("meta"):
             return self._build()
 
     @property
     def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._meta.parameters())
+        return sum(parameter.numel() for parameter in self.on_meta.parameters())
 
     @property
     def learning_rate(self) -> float:
