@@ -161,33 +161,19 @@ def dispatch_of(routing: Routing, group: Group, plan: Plan, probabilities: Tenso
     Raises:
         ValueError: on all ranks, if they run under different recipes.
     """
-    device, size, slots = routing.order.device, group.size, routing.order.shape[0]
-    length, groups = routing.inverse.shape[0], routing.counts.shape[0] // size
+    size, groups = group.size, routing.counts.shape[0] // group.size
     # All but what has sizes that the host must know is computed before it waits: it is then that the device idles.
-    token_of_row = routing.order.long() // routing.inverse.shape[1]
-    places = torch.arange(slots, device=device, dtype=torch.int32)
-    rank_of_row = torch.searchsorted(routing.offsets[::groups].contiguous(), places, right=True) - 1
-    goes = torch.zeros(size + 1, length, dtype=torch.bool, device=device)  # a token to a rank; dropped ones to the last
-    goes[rank_of_row, token_of_row] = True
-    word = torch.full((size, 1), plan.word, device=device)
-    own = torch.cat([routing.counts.view(size, groups).long(), goes[:size].sum(1, keepdim=True), word], 1)
+    tokens, own_tokens, sources = sent_tokens(routing, size)
+    word = torch.full((size, 1), plan.word, device=tokens.device)
+    own = torch.cat([routing.counts.view(size, groups).long(), own_tokens[:, None], word], 1)
     got = torch.empty_like(own)
-    counting = dist.all_to_all_single(got, own, group=group.process_group, async_op=True)
-    # The tokens for each rank, and for each row the place of its token among those.
-    place = (goes.flatten().cumsum(0) - 1).view(size + 1, length)
-    own_tokens = own[:, groups]
-    starts = torch.cat([_starts(own_tokens), own_tokens.new_zeros(1)])
-    sources = (place - starts[:, None])[rank_of_row, token_of_row].int()
-    tokens = torch.empty(size * length + 1, dtype=torch.int64, device=device)
-    row_of_tokens = torch.arange(length, device=device).repeat(size)
-    tokens.scatter_(0, torch.where(goes, place, size * length)[:size].flatten(), row_of_tokens)
+    dist.all_to_all_single(got, own, group=group.process_group)
     # What comes is in blocks, by rank and expert, of rows that are needed by expert and rank.
-    counting.wait()
     got, (got_tokens, words) = got[:, :groups], got[:, groups:].unbind(1)
     blocks = got.t().flatten()
     to_experts = _starts(got.flatten()).view(size, groups).t().flatten() - _starts(blocks)
     to_tokens = _starts(got_tokens).int().repeat(groups)
-    offsets = torch.zeros(groups + 1, dtype=torch.int32, device=device)
+    offsets = torch.zeros(groups + 1, dtype=torch.int32, device=tokens.device)
     offsets[1:] = blocks.cumsum(0)[size - 1 :: size]
     numbers = torch.stack([own[:, :groups].sum(1), got.sum(1), own_tokens, got_tokens, words]).tolist()
     of_rows, of_tokens, said = Counts(*numbers[:2]), Counts(*numbers[2:4]), numbers[4]
@@ -198,7 +184,7 @@ def dispatch_of(routing: Routing, group: Group, plan: Plan, probabilities: Tenso
     if probabilities is not None:
         sent = torch.stack([sources, probabilities.detach().view(torch.int32)], 1)
     travelling = start_exchange_rows(sent[: sum(of_rows.sent)], *of_rows, group)
-    places = torch.arange(received, device=device)
+    places = torch.arange(received, device=tokens.device)
     block_of_row = torch.repeat_interleave(blocks, output_size=received)
     order = places + to_experts[block_of_row]
     inverse = torch.empty_like(order).scatter_(0, order, places)
@@ -208,6 +194,29 @@ def dispatch_of(routing: Routing, group: Group, plan: Plan, probabilities: Tenso
         weights[0].contiguous().view(torch.float32) if weights else None, of_rows, order, inverse,
         GroupLayout(offsets, received), all(each & 2 for each in said), any(each & 1 for each in said),
     )  # fmt: skip
+
+
+def sent_tokens(routing: Routing, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists the tokens for the first of ``size`` ranks, for the second and so on.
+
+    Returns:
+        Tokens, int64, some more than there are; how many are for each rank, int64 [size]; and for each row of tokens
+        the place of its token among those for its rank, int32 [T k].
+    """
+    device, length = routing.order.device, routing.inverse.shape[0]
+    token_of_row = routing.order.long() // routing.inverse.shape[1]
+    rows = torch.arange(routing.order.shape[0], device=device, dtype=torch.int32)
+    first_rows = routing.offsets[:: routing.counts.shape[0] // size].contiguous()
+    rank_of_row = torch.searchsorted(first_rows, rows, right=True) - 1  # ``size`` of those that are dropped
+    goes = torch.zeros(size + 1, length, dtype=torch.bool, device=device)
+    goes[rank_of_row, token_of_row] = True
+    counts = goes.sum(1)
+    place = (goes.flatten().cumsum(0) - 1).view(size + 1, length)
+    sources = (place - _starts(counts)[:, None])[rank_of_row, token_of_row].int()
+    tokens = torch.empty(size * length + 1, dtype=torch.int64, device=device)
+    targets = torch.where(goes, place, size * length)[:size].flatten()
+    tokens.scatter_(0, targets, torch.arange(length, device=device).repeat(size))
+    return tokens, counts[:size], sources
 
 
 def _starts(counts: Tensor) -> Tensor:
