@@ -1,9 +1,9 @@
 """Predicts which linears of a model gain from which recipe, from the measured times of single linears.
 
 The table is a result of ``minifloat bench shapes``: forward and backward of one Linear, eager, its weight cast at every
-step. The package has one of an H100; measure your own device and give the file. A shape that was not measured is off by 5 to
-12 % where the device takes longer than the host, in ratios of those measured, each left out in turn; small ones are
-told apart no further than that they lose.
+step. The package has one of an H100; measure your own device and give the file. The predicted gain of a shape that was
+not measured is off by 5 to 12 % where the device takes longer than the host (each measured one left out in turn). Of
+smaller shapes it says no more than that they lose.
 """
 
 from __future__ import annotations
