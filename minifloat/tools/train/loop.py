@@ -140,7 +140,10 @@ def advance(
             f"{keep_last_good(state, saver)}"
         )
     seconds = time.perf_counter() - start
-    validation = evaluate(state.model, held_out, config, state.device, state.ranks) if config.evaluates(step) else None
+    validation = None
+    if config.evaluates(step):
+        part = held_out[:: 1 if step == config.steps else config.early_every]
+        validation = evaluate(state.model, part, config, state.device, state.ranks)
     if validation is not None and not math.isfinite(validation):
         state.model.eval()
         where = locate(state, held_out[0], config)

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,6 +42,8 @@ class TrainConfig:
     loss_scale: float = 2.0**16
     accumulate: int = 1  # micro-batches of `batch_size` sequences in a step
     fp32_wgrad: bool = False  # of linears; else dW is rounded to `dtype`, and copied to fp32
+    decay: Literal["cosine", "linear"] = "cosine"  # of the learning rate: to a tenth, to zero
+    early_every: int = 1  # evaluations before the last take one batch in so many
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -64,7 +66,7 @@ class TrainConfig:
         return self.batch_size * self.accumulate
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step (from 1): a linear rise, then a cosine down to a tenth.
+        """The learning rate of a step (from 1): a linear rise, then the `decay`; a line would reach 0 after the last.
 
         It is that of a run of so many steps from the start, so a run that is extended goes on with the rates of the
         longer one: higher at once than those it had ended with.
@@ -73,15 +75,21 @@ class TrainConfig:
         if step <= warmup:
             return self.learning_rate * step / warmup
         progress = (step - warmup) / max(1, self.steps - warmup)
+        if self.decay == "linear":
+            return self.learning_rate * (self.steps + 1 - step) / (self.steps + 1 - warmup)
         return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
     def evaluates(self, step: int) -> bool:
         return step == self.steps or step % max(1, self.steps // self.evaluations) == 0
 
     def settings(self) -> dict[str, Any]:
-        """The fields as JSON has them; `fp32_wgrad` where it is on, which older checkpoints do not name."""
+        """The fields as JSON has them; newer ones where they are not the default, which older checkpoints do not name.
+
+        `early_every` changes no step.
+        """
         fields = asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
-        return fields if self.fp32_wgrad else {name: fields[name] for name in fields if name != "fp32_wgrad"}
+        unnamed = {"early_every"} | {name for name in ("fp32_wgrad", "decay") if fields[name] in (False, "cosine")}
+        return {name: value for name, value in fields.items() if name not in unnamed}
 
 
 @dataclass(frozen=True)
