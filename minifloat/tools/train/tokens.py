@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,12 +53,30 @@ def tokenizer_errors(problem: str) -> Iterator[None]:
         raise
 
 
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """A byte pair encoding of the bytes of ``texts``, whose tokens stay within words, numbers and runs of spaces."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ValueError("a tokenizer needs the tokenizers library; get it with: pip install tokenizers") from error
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Tensor:
     """All texts' tokens in a row, without special tokens: uint16 where the vocabulary allows it, else int32."""
-    with tokenizer_errors("the tokenizer cannot encode the text"):
-        ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
     dtype = torch.uint16 if tokenizer.get_vocab_size() <= 2**16 else torch.int32
-    return torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int32).to(dtype)
+    pieces, rest = [torch.empty(0, dtype=torch.int32)], iter(texts)
+    with tokenizer_errors("the tokenizer cannot encode the text"):
+        while some := list(islice(rest, 1000)):  # an encoding has much more than its tokens
+            encodings = tokenizer.encode_batch(some, add_special_tokens=False)
+            pieces += [torch.tensor(encoding.ids, dtype=torch.int32) for encoding in encodings]
+    return torch.cat(pieces).to(dtype)
 
 
 def check_dtype(dtype: str) -> None:
