@@ -4,7 +4,10 @@
 ``no-rht``         NVFP4 without the Hadamard transform of the wgrad operands
 ``no-sr``          NVFP4 with gradients rounded to nearest
 ``no-2d``          NVFP4 with weights in strips
+``4over6``         NVFP4 whose blocks are scaled to 4 or 6: of weights, with ``no-rht`` of activations too
+``2d``             MXFP4 and W4A8 with weights in tiles
 ``last-bf16``      the last quarter of the layers in bf16
+``tail15``         the last 15 % of the layers in bf16, to the nearest number, at least one
 ``parameters``     weights kept as codes, under fp32 masters in the optimizer
 =================  =====================================================================================
 """
@@ -19,14 +22,15 @@ from torch import nn
 from minifloat import quantized_model_init
 from minifloat.optim import MasterWeights
 from minifloat.recipe import NAMES, Recipe, named
-from minifloat.recipe.scaling import NVFP4BlockScaling
+from minifloat.recipe.scaling import MXFP4BlockScaling, NVFP4BlockScaling, W4A8BlockScaling
 from minifloat.tensor import QuantizedTensor
 from minifloat.tools.train.model import ModelConfig, Transformer
 from minifloat.tools.train.run import TrainConfig
 from minifloat.tools.train.step import make_optimizer, parameter_groups
 
-NVFP4 = "no-rht", "no-sr", "no-2d"
-OPTIONS = (*NVFP4, "last-bf16", "parameters")
+NVFP4 = "no-rht", "no-sr", "no-2d", "4over6"
+TAILS = {"last-bf16": 0.25, "tail15": 0.15}  # which share of the layers is in bf16
+OPTIONS = (*NVFP4, "2d", *TAILS, "parameters")
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,23 @@ class Variant:
         if of_nvfp4 := [option for option in options if option in NVFP4]:
             if not isinstance(recipe, NVFP4BlockScaling):
                 raise ValueError(f"--recipes: {name}: {of_nvfp4[0]} is an option of nvfp4; leave it out")
-            rht, sr, tiles = (option in options for option in NVFP4)
-            recipe = replace(recipe, disable_rht=rht, disable_stochastic_rounding=sr, disable_2d_quantization=tiles)
+            rht, sr, tiles, search = (option in options for option in NVFP4)
+            recipe = replace(
+                recipe, disable_rht=rht, disable_stochastic_rounding=sr, disable_2d_quantization=tiles,
+                nvfp4_4over6=("all" if rht else "weights") if search else "none",
+            )  # fmt: skip
+        if "2d" in options:
+            if not isinstance(recipe, MXFP4BlockScaling | W4A8BlockScaling):
+                raise ValueError(f"--recipes: {name}: 2d is an option of mxfp4 and w4a8; leave it out")
+            recipe = replace(recipe, enable_2d_quantization=True)
         if len(set(options)) < len(options):
             raise ValueError(f"--recipes: {name}: name each option once")
         return cls(recipe, frozenset(options))
 
     def quantized_layers(self, sizes: ModelConfig) -> int:
         """How many layers of the model compute in the recipe."""
-        return sizes.layers - (-(-sizes.layers // 4) if "last-bf16" in self.options else 0)
+        share = max((TAILS.get(option, 0.0) for option in self.options), default=0.0)
+        return sizes.layers - (max(1, round(share * sizes.layers)) if share else 0)
 
     @property
     def can_stop(self) -> bool:
