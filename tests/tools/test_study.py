@@ -43,7 +43,8 @@ def text(tmp_path: Path) -> Path:
 
 
 def conditions(steps: int = 4, text_name: str = "text") -> Conditions:
-    return Conditions("micro", steps, 4, 1e-2, text_name, study.device_kind(CPU), evaluations=2, evaluation_batches=2)
+    return Conditions("micro", steps, 4, 1e-2, text_name, study.device_kind(CPU), evaluations=2, evaluation_batches=2,
+        decay="linear")  # fmt: skip
 
 
 # ---- Statistics ----
@@ -283,7 +284,8 @@ def test_running_jobs_do_not_outlive_an_interrupted_study() -> None:
 
 
 def micro_options(text: Path, out: Path, steps: int = 4) -> list[object]:
-    fixed = ("--model", "micro", "--batch-size", 4, "--seeds", 2, "--recipes", "current", "--device", "cpu")
+    sizes = ("--model", "micro", "--batch-size", 4, "--accumulate", 1, "--evaluation-batches", 32)
+    fixed = (*sizes, "--seeds", 2, "--recipes", "current", "--device", "cpu")
     return ["study", text, "--out", out, "--steps", steps, "--workers", 2, *fixed]
 
 
@@ -293,7 +295,9 @@ def finish_in_this_process(
     """Puts the results of some runs where the command with `micro_options` looks for them."""
     corpus = data.load([text], least=MICRO.context + 1)
     rate, kind = 3e-3 * 128 / MICRO.dim, study.device_kind(CPU)
-    given = Conditions("micro", steps, 4, rate, corpus.fingerprint, kind, threads=command.threads_of_each(2))
+    given = Conditions(
+        "micro", steps, 4, rate, corpus.fingerprint, kind, threads=command.threads_of_each(2), decay="linear"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for job in study.jobs(["current"], seeds):
         if job.name in names:
@@ -335,7 +339,8 @@ def test_a_study_that_was_killed_goes_on(text: Path, tmp_path: Path) -> None:
     linears = 2 * 4 * MICRO.linears  # seeds, steps
     gemms = f"| current | wgrad | e5m2/tensor/fp32 | e4m3/tensor/fp32 | native | {linears} |"
     images = f"{report.stem}-loss.png", f"{report.stem}-gap.png"
-    for part in ("**passed**", "t = 12.706", "| bf16-reordered |", gemms, *images):
+    tokens = f"{4 * 4 * MICRO.context:,} bytes a run, "
+    for part in ("**passed**", "t = 12.706", "| bf16-reordered |", tokens, "bf16 by seed: ", gemms, *images):
         assert part in written, part
     values = json.loads(report.with_suffix(".json").read_text())
     assert values["passed"] and len(values["runs"]) == 8 and len(values["runs"][0]["training"]) == 4
@@ -390,7 +395,8 @@ def test_a_folder_of_another_process_is_refused(text: Path, tmp_path: Path) -> N
 
 def test_limits_are_by_the_bits_and_options_change_them(text: Path, tmp_path: Path) -> None:
     def limits(**changed: object) -> dict[str, float]:
-        options = {"paths": [text], "machine_text": False, "accumulate": 1, "experts": 0, "warmup": 0.1, "clip": 1.0,
+        options = {"paths": [text], "machine_text": False, "vocabulary": 0, "accumulate": 1, "experts": 0,
+                   "warmup": 0.1, "clip": 1.0,
                    "resolution": 0.001, "recipes": ",".join(NAMES), "seeds": "2", "model": "micro", "steps": 1,
                    "batch_size": 1, "learning_rate": None, "evaluations": 1, "evaluation_batches": 1, "device": "cpu",
                    "workers": 1, "minutes": math.inf, "out": tmp_path,

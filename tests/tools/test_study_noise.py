@@ -10,11 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from minifloat.tools.train import source_text, study, study_report
 from minifloat.tools.train.data import Corpus
+from minifloat.tools.train.model import ModelConfig
 from minifloat.tools.train.study import Conditions, Job
 from minifloat.tools.train.study_noise import chi_square, half_width, noise_of, seeds_for
+from minifloat.tools.train.study_variants import Variant
 from tests.helpers.micro_training import CPU, MICRO, invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,6 +80,42 @@ def test_each_content_is_there_once_and_whole_files_are_held_out(tmp_path: Path)
         source_text.gather([tmp_path / "copies" / "none"])
 
 
+def test_tokens_of_source_text(tmp_path: Path) -> None:
+    """A tokenizer that saw the training text alone has made them; of all files or of some; and a run takes them."""
+    for i in range(300):
+        (tmp_path / f"{i}.py").write_text(f'def function_{i}():\n    return {i} + "\u00e9"\n')
+    whole, some = (source_text.gather([tmp_path], 300, most, 3) for most in (None, 6000))
+    sizes = [[len(part) for part in (each.train, each.validation)] for each in (whole, some)]
+    assert 0.25 < sizes[0][1] / sum(sizes[0]) < 0.42 and 0.3 < sum(sizes[1]) / sum(sizes[0]) < 0.7
+    assert whole.vocabulary == 300 and whole.train.dtype == torch.uint16 and int(whole.train.long().max()) == 299
+    assert sum(sizes[0]) < 0.6 * sum(path.stat().st_size for path in tmp_path.iterdir())
+    source_text.write(whole, tmp_path / "kept")
+    kept = study.load_text([tmp_path / "kept"], MICRO.context)
+    assert kept.fingerprint == whole.fingerprint and (kept.vocabulary, kept.unit) == (300, "token")
+    conditions = replace(given(kept), steps=1)
+    assert (
+        study.execute(Job("current", 0), conditions, kept, CPU).run.parameters == MICRO.with_vocabulary(300).parameters
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--vocabulary", 300), "--vocabulary is for --machine-text"),
+        (("--machine-text", "--vocabulary", 300), "text has bytes of 256; choose another --out, or its --vocabulary"),
+        (("--recipes", "mxfp8+2d"), "2d is an option of mxfp4 and w4a8"),
+        (("--recipes", "mxfp4+4over6"), "4over6 is an option of nvfp4"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    options: tuple[object, ...], message: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    source_text.write(corpus, tmp_path / "text")
+    text = () if "--machine-text" in options else (tmp_path / "text",)
+    code, output = invoke("study", *text, *options, "--model", "micro", "--device", "cpu", "--out", tmp_path)
+    assert code == 2 and message in " ".join(output.split()), output
+
+
 # ---- Variants ----
 
 
@@ -94,7 +133,10 @@ def given(corpus: Corpus, **changed: object) -> Conditions:
     return replace(made, **changed)
 
 
-NAMES = ["nvfp4+no-rht", "nvfp4+no-sr+last-bf16", "nvfp4+no-2d", "current+parameters", "block+last-bf16", "w4a8"]
+NAMES = [
+    "nvfp4+4over6", "nvfp4+no-rht+4over6", "nvfp4+no-sr+last-bf16", "nvfp4+no-2d", "current+parameters", "mxfp8+tail15",
+    "w4a8", "mxfp4+2d",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,6 +148,41 @@ def test_a_variant_trains_in_its_formats(name: str, corpus: Corpus) -> None:
     other = study.execute(Job("bf16", 0), given(corpus), corpus, CPU)
     assert result.run.history[0].loss == pytest.approx(other.run.history[0].loss, rel=0.1)
     assert result.run.history[-1].loss != other.run.history[-1].loss
+
+
+@pytest.mark.parametrize(("name", "layers", "quantized"), [("tail15", 8, 7), ("tail15", 2, 1), ("tail15", 12, 10),
+                                                           ("last-bf16", 8, 6)])  # fmt: skip
+def test_layers_of_a_tail(name: str, layers: int, quantized: int) -> None:
+    assert Variant.parse(f"nvfp4+{name}").quantized_layers(replace(MICRO, layers=layers)) == quantized
+
+
+@pytest.mark.parametrize("name", ["bf16-reordered", "fp32", "mxfp4+2d", "nvfp4+no-rht+4over6", "current+parameters"])
+def test_captured_runs_are_the_same(name: str, corpus: Corpus, graph_device: torch.device) -> None:
+    """Each step of the rise and of the fall of the learning rate, and the evaluations in between."""
+    conditions = given(corpus, steps=5, evaluations=5, decay="linear", device=study.device_kind(graph_device))
+    runs = [
+        study.execute(Job(name, 0), conditions, corpus, graph_device, cuda_graph=each).run for each in (True, False)
+    ]
+    losses = [[(m.loss, m.gradient_norm, m.validation_loss) for m in run.history] for run in runs]
+    assert losses[0] == losses[1] and len(losses[0]) == 5 and runs[0].gemms == runs[1].gemms
+
+
+def test_rates_fall_to_zero_and_early_evaluations_are_short(corpus: Corpus) -> None:
+    conditions = given(corpus, steps=4, evaluations=4, evaluation_batches=16, decay="linear")
+    config = conditions.config(Job("bf16", 0))
+    assert [config.rate(step) for step in range(1, 6)] == pytest.approx([5e-3, 1e-2, 1e-2 * 2 / 3, 1e-2 / 3, 0])
+    seen: list[int] = []
+    build = study.build
+    with pytest.MonkeyPatch.context() as patch:
+
+        def watched(job: Job, sizes: ModelConfig) -> nn.Module:
+            model = build(job, sizes)
+            model.register_forward_pre_hook(lambda model, args: None if model.training else seen.append(len(args[0])))
+            return model
+
+        patch.setattr(study, "build", watched)
+        study.execute(Job("bf16", 0), conditions, corpus, CPU)
+    assert seen == 3 * [2] * 2 + [2] * 9  # of 18 windows
 
 
 def test_experts(corpus: Corpus) -> None:
@@ -122,8 +199,9 @@ def test_runs_that_were_stopped_in_the_middle_go_on(tmp_path: Path, monkeypatch:
     """Run after run of no time: each run goes one step further, and ends with the losses of one that never stopped."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    corpus = study.load_text([text], given_of := Conditions("micro", 3, 2, 1e-2, "", "", evaluations=3))
-    conditions = replace(given_of, text=corpus.fingerprint, device=study.device_kind(CPU), evaluation_batches=1)
+    corpus = study.load_text([text], MICRO.context)
+    kind = study.device_kind(CPU)
+    conditions = Conditions("micro", 3, 2, 1e-2, corpus.fingerprint, kind, evaluations=3, evaluation_batches=1)
     job = Job("bf16", 0)
     task = {
         "job": vars(job), "conditions": vars(conditions), "paths": [str(text)], "folder": str(tmp_path),
@@ -146,9 +224,11 @@ def test_controls_alone_give_the_floor(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     options = ("study", text, "--recipes", "", "--model", "micro", "--steps", 2, "--batch-size", 2, "--accumulate", 2,
-               "--seeds", 2, "--device", "cpu", "--workers", 2, "--out", tmp_path / "out", "--clip", 0.5)  # fmt: skip
+               "--seeds", 2, "--device", "cpu", "--workers", 2, "--out", tmp_path / "out", "--clip", 0.5,
+               "--evaluation-batches", 32)  # fmt: skip
     for job in study.jobs([], (0, 1)):
-        corpus = study.load_text([text], conditions := conditions_of(options, text))
+        corpus = study.load_text([text], MICRO.context)
+        conditions = conditions_of(corpus)
         job.file(tmp_path / "out" / "runs").parent.mkdir(parents=True, exist_ok=True)
         study.write(study.execute(job, conditions, corpus, CPU), job.file(tmp_path / "out" / "runs"))
     code, output = invoke(*options)
@@ -157,11 +237,11 @@ def test_controls_alone_give_the_floor(tmp_path: Path) -> None:
     assert "noise floor: after 2 steps" in report.read_text() and "-summary.png" in report.read_text()
 
 
-def conditions_of(options: tuple[object, ...], text: Path) -> Conditions:
-    """What the command makes of them."""
+def conditions_of(corpus: Corpus) -> Conditions:
+    """What the command makes of its options."""
     from minifloat.tools.cli.study import threads_of_each
 
-    corpus = study.load_text([text], made := Conditions("micro", 2, 2, 3e-3 * 128 / MICRO.dim, "", ""))
-    return replace(
-        made, text=corpus.fingerprint, device=study.device_kind(CPU), threads=threads_of_each(2), accumulate=2, clip=0.5
-    )
+    return Conditions(
+        "micro", 2, 2, 3e-3 * 128 / MICRO.dim, corpus.fingerprint, study.device_kind(CPU), accumulate=2, clip=0.5,
+        threads=threads_of_each(2), decay="linear",
+    )  # fmt: skip

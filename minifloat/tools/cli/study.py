@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Annotated
 
 import torch
@@ -65,11 +66,15 @@ class Study:
 
 def study(
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="text files or folders, read as bytes; default: Python's sources")
+        list[Path] | None,
+        typer.Argument(help="text files or folders, read as bytes, or OUT/text of a study; default: Python's sources"),
     ] = None,
     machine_text: Annotated[
         bool, typer.Option("--machine-text", help="all source text of this machine, each content once; kept in --out")
     ] = False,
+    vocabulary: Annotated[
+        int, typer.Option(help="of a tokenizer that is trained on the --machine-text, such as 8192; 0: bytes")
+    ] = 0,
     recipes: Annotated[
         str,
         typer.Option(
@@ -77,16 +82,16 @@ def study(
         ),
     ] = ",".join(NAMES),
     seeds: Annotated[str, typer.Option(help="how many, or which, with commas: 3 is 0,1,2")] = "3",
-    model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "small",
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "30m",
     steps: Annotated[int, typer.Option(help="optimizer steps of each run")] = 1000,
-    batch_size: Annotated[int, typer.Option(help="sequences in a micro-batch")] = 16,
-    accumulate: Annotated[int, typer.Option(help="micro-batches in a step")] = 1,
+    batch_size: Annotated[int, typer.Option(help="sequences in a micro-batch")] = 32,
+    accumulate: Annotated[int, typer.Option(help="micro-batches in a step")] = 2,
     experts: Annotated[int, typer.Option(help="a mixture of so many experts in place of each MLP")] = 0,
     learning_rate: Annotated[float | None, typer.Option(help="the peak; default: by the model's width")] = None,
     warmup: Annotated[float, typer.Option(help="share of the steps over which the learning rate rises")] = 0.1,
     clip: Annotated[float, typer.Option(help="the largest gradient norm")] = 1.0,
     evaluations: Annotated[int, typer.Option(help="how often a run's validation loss is taken")] = 10,
-    evaluation_batches: Annotated[int, typer.Option(help="how many of the size of a step's")] = 32,
+    evaluation_batches: Annotated[int, typer.Option(help="how many of the size of a step's, at the end")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all GPUs, in turn) or cuda:N")] = "auto",
     workers: Annotated[int, typer.Option(help="runs side by side, each a process of its own")] = 1,
     minutes: Annotated[float, typer.Option(help="stop then, with checkpoints; the same command goes on")] = math.inf,
@@ -104,7 +109,8 @@ def study(
     another order, and fp32, show how far apart runs end without any quantization: the noise floor, which is printed
     before any recipe is judged, with the seeds that --resolution takes. Writes DATE-study-MODEL.md, .json and plots. A
     study that was stopped goes on when it is started again: what is finished stays, what has begun goes on. Until then
-    its report is of the recipes that have ended at every seed. Runs start in the order of --recipes.
+    its report is of the recipes that have ended at every seed. Runs start in the order of --recipes, behind bf16 and
+    the controls that --recipes do not name.
 
     Exit code 1: a recipe is off by more than its limit and more than the controls are, a linear ran in other formats
     than its recipe's, or a run broke down. 3: runs are left.
@@ -113,7 +119,7 @@ def study(
         held.enter_context(output_optional())
         with user_errors():
             plan = make_plan(
-                paths or [], machine_text, recipes, seeds, model, steps, batch_size, accumulate, experts,
+                paths or [], machine_text, vocabulary, recipes, seeds, model, steps, batch_size, accumulate, experts,
                 learning_rate, warmup, clip, evaluations, evaluation_batches, device, workers, minutes, out,
                 resolution, (max_gap, max_gap_4bit),
             )  # fmt: skip
@@ -138,14 +144,15 @@ def study(
 
 
 def make_plan(
-    paths: Sequence[Path], machine_text: bool, recipes: str, seeds: str, model: str, steps: int, batch_size: int,
-    accumulate: int, experts: int, learning_rate: float | None, warmup: float, clip: float, evaluations: int,
-    evaluation_batches: int, device: str, workers: int, minutes: float, out: Path | None, resolution: float,
-    limits: tuple[float, float],
+    paths: Sequence[Path], machine_text: bool, vocabulary: int, recipes: str, seeds: str, model: str, steps: int,
+    batch_size: int, accumulate: int, experts: int, learning_rate: float | None, warmup: float, clip: float,
+    evaluations: int, evaluation_batches: int, device: str, workers: int, minutes: float, out: Path | None,
+    resolution: float, limits: tuple[float, float],
 ) -> Study:  # fmt: skip
     """The study that the options ask for; raises ValueError for what is impossible."""
     names = [name.strip() for name in recipes.split(",") if recipes.strip()]
-    for name in names:
+    compared = [name for name in names if name not in runs.CONTROLS]
+    for name in compared:
         Variant.parse(name)  # refuses what is none
     if len(set(names)) < len(names):
         raise ValueError(f"--recipes {recipes} names a recipe twice; name each once")
@@ -157,31 +164,34 @@ def make_plan(
     if packed := [path for path in paths if path.suffix in SUFFIXES]:
         raise ValueError(f"{packed[0]} is a packed token file, but a study reads text as bytes; give text files")
     if machine_text:
-        paths = [kept_text(folder, paths)]
-    corpus = source_text.read(paths[0]) if machine_text else data.load(paths, least=sizes.context + 1)
-    assert corpus is not None
+        paths = [kept_text(folder, paths, vocabulary)]
+    elif vocabulary:
+        raise ValueError("--vocabulary is for --machine-text; add that, or leave it out")
+    corpus = runs.load_text(paths, sizes.context)
     devices = all_devices(choose_device(device))
     rate = sizes.learning_rate if learning_rate is None else learning_rate
     kind, threads = runs.device_kind(devices[0]), threads_of_each(workers)
     conditions = Conditions(
         model, steps, batch_size, rate, corpus.fingerprint, kind, evaluations=evaluations,
         evaluation_batches=evaluation_batches, threads=threads if devices[0].type == "cpu" else None,
-        accumulate=accumulate, warmup=warmup, clip=clip, experts=experts,
+        accumulate=accumulate, warmup=warmup, clip=clip, experts=experts, decay="linear",
     )  # fmt: skip
     jobs = runs.jobs(names, chosen_seeds(seeds))
     for job in jobs:
         conditions.config(job)  # refuses impossible numbers
-    each = {name: limits[has_4bit(Variant.parse(name).recipe)] for name in names}
+    each = {name: limits[has_4bit(Variant.parse(name).recipe)] for name in compared}
     return Study(tuple(jobs), conditions, tuple(paths), devices, workers, threads, minutes, folder, each, resolution)
 
 
-def kept_text(out: Path, paths: Sequence[Path]) -> Path:
+def kept_text(out: Path, paths: Sequence[Path], vocabulary: int) -> Path:
     """The folder where a study keeps the source text of the machine, made unless it is there."""
     if paths:
         raise ValueError(f"--machine-text is all source text that there is; leave {paths[0]} out, or the option")
     folder = out / "text"
-    if source_text.read(folder) is None:
-        source_text.write(source_text.gather(source_text.roots()), folder)
+    if (kept := source_text.read(folder)) is None:
+        source_text.write(source_text.gather(source_text.roots(), vocabulary), folder)
+    elif kept.vocabulary != (vocabulary or 256):
+        raise ValueError(f"{folder} has {kept.unit}s of {kept.vocabulary}; choose another --out, or its --vocabulary")
     return folder
 
 
@@ -297,12 +307,16 @@ def conclude(plan: Study, results: study_report.Results, noise: Noise | None, le
     problems += [outcome.problem for outcome in found if outcome.problem is not None]
     name = f"{date.today().isoformat()}-study-{plan.conditions.model}"
     images = f"{name}-loss.png", f"{name}-gap.png", f"{name}-summary.png"
-    corpus = runs.load_text(plan.paths, plan.conditions)
+    corpus = runs.load_text(plan.paths, plan.conditions.sizes.context)
     entropy = data.unigram_entropy(corpus.train, corpus.validation, corpus.vocabulary)
     study_report.plot_losses(whole, entropy, corpus.unit, plan.out / images[0])
     study_report.plot_gaps(whole, found, plan.out / images[1])
     study_report.plot_summary(found, noise, plan.resolution, plan.out / images[2])
     about = facts(plan, corpus)
+    if runs.BASELINE in losses:
+        mean, spread = fmean(losses[runs.BASELINE]), stdev(losses[runs.BASELINE])
+        about["bf16 by seed"] = f"{mean:.4f} on average, standard deviation {spread / mean:.3%} of that"
+        typer.echo(f"bf16 by seed: {about['bf16 by seed']}")
     for i, line in enumerate([] if noise is None else noise.describe(plan.resolution)):
         about["noise floor" if not i else f"noise floor ({i})"] = line
     alone = plan.workers <= len(plan.devices)
@@ -328,10 +342,13 @@ def _print_problems(problems: Sequence[str]) -> bool:
 def facts(plan: Study, corpus: data.Corpus) -> dict[str, str]:
     """What the report says about the conditions."""
     conditions = plan.conditions
+    config, sizes = conditions.config(plan.jobs[0]), conditions.sizes.with_vocabulary(corpus.vocabulary)
+    tokens = config.steps * config.sequences * sizes.context
     return {
         "command": f"`minifloat {shlex.join(sys.argv[1:])}`",
-        "model": f"{conditions.model}, {conditions.sizes}",
-        "training": f"{conditions.config(plan.jobs[0])}",
+        "model": f"{conditions.model}, {sizes.parameters:,} parameters, {sizes}",
+        "training": f"{config}",
+        "tokens": f"{tokens:,} {corpus.unit}s a run, {tokens / len(corpus.train):.2f} times the training text",
         "text": f"{corpus.source} ({conditions.text})",
         "devices": "; ".join(_device(device, plan.threads) for device in plan.devices),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",

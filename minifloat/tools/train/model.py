@@ -150,6 +150,8 @@ MODELS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(dim=128, layers=4, heads=4, kv_heads=2, hidden=384, context=128),  # minutes on two CPU cores
     "mini": ModelConfig(dim=384, layers=6, heads=6, kv_heads=2, hidden=1152, context=512),  # 10M parameters
     "small": ModelConfig(dim=512, layers=8, heads=8, kv_heads=2, hidden=1536, context=512),
+    "30m": ModelConfig(dim=512, layers=8, heads=8, kv_heads=4, hidden=1280, context=1024),  # with 8,192 tokens, as
+    "124m": ModelConfig(dim=768, layers=12, heads=12, kv_heads=12, hidden=3072, context=1024),  # studies have them
     "base": ModelConfig(dim=768, layers=16, heads=12, kv_heads=4, hidden=2304, context=1024),  # over 100M parameters
 }
 

@@ -8,7 +8,8 @@ controls, which show how far apart two runs end that no quantization separates:
 - ``fp32``: the activations and all products in fp32, without TF32.
 
 A run's result is one file, written aside and renamed, so a study that was killed goes on with what is not there yet; a
-long run saves checkpoints and goes on from its last one.
+long run saves checkpoints and goes on from its last one. On a GPU all steps from the second on are replays of a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,8 @@ REORDERED = "bf16-reordered"
 FP32 = "fp32"
 CONTROLS = (REORDERED, FP32)
 
-SAVE_EVERY = 100  # steps
+SAVE_EVERY = 500  # steps; a run that is stopped in time saves too
+EARLY_EVERY = 8  # evaluation batches: evaluations before the last one are for the curves
 STOPPED = 4  # exit code of a run whose time was over before it ended
 
 
@@ -67,13 +69,14 @@ class Conditions:
     warmup: float = 0.1
     clip: float = 1.0
     experts: int = 0
+    decay: Literal["cosine", "linear"] = "cosine"  # which results of older studies do not name
 
     def config(self, job: Job) -> TrainConfig:
         """How a job is trained. Raises ValueError for impossible numbers."""
         return TrainConfig(
             self.steps, self.batch_size, self.learning_rate, job.seed, evaluations=self.evaluations,
             evaluation_batches=self.evaluation_batches, dtype=torch.float32 if job.name == FP32 else torch.bfloat16,
-            accumulate=self.accumulate, warmup=self.warmup, clip=self.clip,
+            accumulate=self.accumulate, warmup=self.warmup, clip=self.clip, decay=self.decay, early_every=EARLY_EVERY,
         )  # fmt: skip
 
     @property
@@ -130,8 +133,9 @@ class Result:
 
 
 def jobs(recipes: Sequence[str], seeds: Sequence[int]) -> list[Job]:
-    """All jobs of a study, in the order of its report."""
-    return [Job(name, seed) for name in (BASELINE, *CONTROLS, *recipes) for seed in seeds]
+    """All jobs of a study, in their order; controls come first where ``recipes`` do not name them."""
+    first = [name for name in (BASELINE, *CONTROLS) if name not in recipes]
+    return [Job(name, seed) for name in (*first, *recipes) for seed in seeds]
 
 
 def device_kind(device: torch.device) -> str:
@@ -189,6 +193,7 @@ def execute(
     observe: Callable[[Metrics], None] = lambda _: None,
     checkpoints: Checkpoints | None = None,
     stop: Callable[[], object] = lambda: False,
+    cuda_graph: bool = False,
 ) -> Result:
     """Trains a job's model in this process. A loss that is not finite ends the run and is its result.
 
@@ -206,7 +211,7 @@ def execute(
     try:
         optimizer = make_optimizer if job.variant is None else job.variant.optimizer
         run = train(job.name, model, sizes.context, corpus, config, device, keep, checkpoints=checkpoints, stop=stop,
-            optimizer=optimizer)  # fmt: skip
+            optimizer=optimizer, cuda_graph=cuda_graph)  # fmt: skip
     except FloatingPointError as error:
         return Result(job, conditions, Run(job.name, tuple(history), Counter(), None, 0), str(error))
     return Result(job, conditions, run)
@@ -306,10 +311,10 @@ def run_jobs(
             process.wait()
 
 
-def load_text(paths: Sequence[Path], conditions: Conditions) -> data.Corpus:
+def load_text(paths: Sequence[Path], context: int) -> data.Corpus:
     """The text of a study: files and folders, or a folder that ``source_text.write`` made."""
     kept = source_text.read(paths[0]) if len(paths) == 1 else None
-    return kept or data.load(paths, least=conditions.sizes.context + 1)
+    return kept or data.load(paths, least=context + 1)
 
 
 def work(task: dict[str, Any]) -> None:
@@ -317,7 +322,7 @@ def work(task: dict[str, Any]) -> None:
     torch.set_num_threads(task["threads"])
     job, conditions, folder = Job(**task["job"]), Conditions(**task["conditions"]), Path(task["folder"])
     device, parent = torch.device(task["device"]), os.getppid()
-    corpus = load_text([Path(path) for path in task["paths"]], conditions)
+    corpus = load_text([Path(path) for path in task["paths"]], conditions.sizes.context)
     if corpus.fingerprint != conditions.text:
         raise ValueError(f"the text has changed: it was {conditions.text}, it is {corpus.fingerprint}")
 
@@ -331,7 +336,8 @@ def work(task: dict[str, Any]) -> None:
     if job.variant is None or job.variant.can_stop:
         checkpoints = Checkpoints(job.saved(folder), told, SAVE_EVERY, 1, latest(job.saved(folder)))
     try:
-        result = execute(job, conditions, corpus, device, observe, checkpoints, lambda: time.time() >= task["until"])
+        result = execute(job, conditions, corpus, device, observe, checkpoints, lambda: time.time() >= task["until"],
+            device.type == "cuda")  # fmt: skip
     except Interrupted as stopped:
         print(stopped, flush=True)
         sys.exit(STOPPED)
