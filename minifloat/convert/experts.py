@@ -58,6 +58,10 @@ class ExpertLinear(GroupedLinear):
     def _weight_names(self) -> tuple[str, ...]:
         return (self.parameter,)
 
+    @property
+    def _holder(self) -> nn.Module:
+        return self.experts
+
     def _weight(self, name: str) -> Any:
         return getattr(self.experts, name)
 

@@ -232,9 +232,23 @@ class SeparateOperands(tuple[Any, ...]):
         return self.joined().dequantize(dtype)
 
 
+def _unstacked(operand: Operand) -> Operand:
+    """One whose tensors are those of the experts stacked, [G, ...]: a view where no group lies apart from the next."""
+    fmt, dim, (rows, cols), dtype = operand.layout
+    groups, names = operand.codes.shape[0], [name for name in layout.NAMES if getattr(operand, name) is not None]
+    rows //= groups
+    if any(any(_gaps(name, fmt, dim, rows, cols, groups)) for name in names):
+        each: Any = zip(*[[None] * groups if t is None else t.unbind() for t in operand[:3]], strict=True)
+        return join([Operand(*own, fmt, dim, (rows, cols), dtype) for own in each])
+    flat = {name: getattr(operand, name).reshape(-1, *layout.row_shape(name, fmt, dim, cols)) for name in names}
+    return operand._replace(**flat, offsets=GroupLayout.uniform(groups, rows, operand.codes.device).offsets)
+
+
 def joined(operand: Operand | SeparateOperands) -> Operand:
     """Itself, in one piece of memory."""
-    return operand.joined() if isinstance(operand, SeparateOperands) else operand
+    if isinstance(operand, SeparateOperands):
+        return operand.joined()
+    return _unstacked(operand) if operand.codes.dim() == 3 else operand
 
 
 def joined_for_dgrad(operand: Operand | SeparateOperands) -> Operand:

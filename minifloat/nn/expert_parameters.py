@@ -53,6 +53,7 @@ class ExpertParameters(LinearState):
     num_experts: int  # of all ranks
     ep_group: Group = Group()
     first_expert: int = 0
+    transposed: bool = False  # the one parameter is [G, K, N]
     single_grouped_weight: bool
     single_grouped_bias: bool
     _joined: JoinedWeights | None = None  # of separate quantized weights, as long as they lie in one piece of memory
@@ -71,6 +72,11 @@ class ExpertParameters(LinearState):
     def _has_bias(self) -> bool:
         first: Any = self._modules.get(str(self.first_expert))
         return self._parameters.get("bias") is not None or (first is not None and first.bias is not None)
+
+    @property
+    def _holder(self) -> nn.Module:
+        """The module that has the one parameter of all experts."""
+        return self
 
     @property
     def _weight_names(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from minifloat.convert import convert
 from minifloat.functional import count_gemms
 from minifloat.recipe import DelayedScaling, Float8CurrentScaling
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.experts import IDS, E, experts_only, gpt_oss, mixtral, train
+from tests.helpers.experts import IDS, NAMES, E, experts_only, gpt_oss, mixtral, train
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
@@ -60,19 +60,19 @@ def test_adapters_of_the_weights(first: str) -> None:
     assert counted == {(gemm, *f): times[gemm] for gemm, f in Float8CurrentScaling().expected_gemms().items()}
 
 
-def sharded_losses(rank: int, world_size: int, model: Any, recipe: str) -> tuple[list[float], list[float]]:
-    """Of three steps, by FSDP2 and in one process, on the same tokens in every rank."""
+def sharded_losses(rank: int, world_size: int, model: Any, recipe: str) -> tuple[list[float], list[float], set[str]]:
+    """Of three steps, by FSDP2 and in one process, on the same tokens in every rank; what is gathered as codes."""
     experts_only(model, recipe)
     sharded = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size,))
     for layer in sharded.model.layers:
         minifloat.distributed.fully_shard(layer, mesh=mesh)
     minifloat.distributed.fully_shard(sharded, mesh=mesh)
-    return train(sharded, 3), train(model, 3)
+    return train(sharded, 3), train(model, 3), set(minifloat.distributed.sharded_weights(sharded))
 
 
-@pytest.mark.parametrize(("make", "recipe"), [(mixtral, "delayed"), (gpt_oss, "current")])
+@pytest.mark.parametrize(("make", "recipe"), [(mixtral, "delayed"), (gpt_oss, "current"), (gpt_oss, "mxfp8")])
 def test_sharded_by_fsdp(worker_pool: Pools, make: Callable[[], Any], recipe: str) -> None:
     """The losses of one process, bit for bit: the mean of two equal gradients is each of them."""
-    for sharded, whole in worker_pool(2).run(sharded_losses, make(), recipe):
-        assert sharded == whole
+    for sharded, whole, gathered in worker_pool(2).run(sharded_losses, make(), recipe):
+        assert sharded == whole and gathered == {*NAMES}

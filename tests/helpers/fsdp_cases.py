@@ -85,6 +85,12 @@ def experts(recipe: str) -> nn.Module:
     return nn.Sequential(minifloat.MoE(24, 35, 3, 2, recipe=recipe), minifloat.Linear(24, 24, recipe=recipe))
 
 
+def one_parameter(recipe: str) -> nn.Module:
+    """The same with one parameter of all experts, four of them, which three ranks share out as two, two and none."""
+    options: dict[str, Any] = {"recipe": recipe, "single_grouped_weight": True}
+    return nn.Sequential(minifloat.MoE(24, 35, 4, 2, **options), minifloat.MoE(24, 64, 2, 1, **options))
+
+
 def aligned(recipe: str) -> nn.Module:
     """Rows of two ranks that are whole blocks of every format."""
     return nn.Sequential(
@@ -124,6 +130,7 @@ MODELS: dict[str, Callable[[str], nn.Module]] = MODULES | {
     "fused": fused,
     "transformer": transformer,
     "experts": experts,
+    "one parameter": one_parameter,
     "aligned": aligned,
 }
 
@@ -161,7 +168,8 @@ def full(tensor: Any) -> Tensor:
 
 def width(model: nn.Module) -> int:
     """Columns of what the model takes."""
-    return next(each.in_features for each in model.modules() if isinstance(each, minifloat.Linear))
+    kinds = minifloat.Linear, minifloat.GroupedLinear
+    return next(each.in_features for each in model.modules() if isinstance(each, kinds))
 
 
 class Twins(NamedTuple):

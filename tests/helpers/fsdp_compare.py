@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import minifloat
 from minifloat.functional import experts, fused_layers, linear
-from minifloat.functional.grouped import GroupLayout, SeparateOperands
+from minifloat.functional.grouped import GroupLayout, joined
 from minifloat.nn.linear_state import LinearState
 from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp import sharded_weights
@@ -163,7 +163,7 @@ class Reads:
             self._compare(f"{name} in backward", found, whole.along(found.dim))
 
     def _compare(self, what: str, found: Any, expected: Any) -> None:
-        found = found.joined() if isinstance(found, SeparateOperands) else found
+        found = joined(found)
         self._differences.bits(f"codes of {what}", found.codes, expected.codes)
         self._differences.bits(f"scales of {what}", found.scale_inv, expected.scale_inv)
         if found.format.scale_rule == "two_level":

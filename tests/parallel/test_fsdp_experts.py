@@ -125,14 +125,6 @@ def test_whole_state_dicts(rank: int, size: int, recipe: str) -> list[str]:
     return wrong + ["loaded values"] * (not torch.equal(evaluated(sharded), evaluated(twin)))
 
 
-@on_ranks(2)
-def test_one_parameter_of_all_experts_is_gathered_in_high_precision(rank: int, size: int) -> dict[str, Any]:
-    model = nn.Sequential(minifloat.MoE(32, 48, 4, 2, recipe="mxfp8", single_grouped_weight=True))
-    fully_shard(model, mesh=mesh_of(size))
-    model(torch.randn(9, 32)).sum().backward()
-    return sharded_weights(model)
-
-
 class Residual(nn.Module):
     """A layer around which X is added in place, or not."""
 
@@ -162,3 +154,11 @@ def test_addition_in_place_to_experts(rank: int, size: int, kind: str, recipe: s
         found.append(torch.cat([each.flatten() for each in gradients]))
     in_place, expected = found
     assert torch.equal(in_place, expected) and expected.norm() > 0
+
+
+ONE = ["delayed", "rowwise", "mxfp8", "mxfp4"], ["current", "block", "nvfp4", "w4a8"]  # on two ranks, and on three
+
+
+@pytest.mark.parametrize(("recipe", "size"), [(recipe, 2 + i) for i, recipes in enumerate(ONE) for recipe in recipes])
+def test_one_parameter_in_lockstep(worker_pool: Pools, recipe: str, size: int) -> None:
+    assert worker_pool(size).run(KINDS["high-precision"], Case("one parameter", recipe), 2) == [""] * size

@@ -27,6 +27,7 @@ from minifloat.nn.linear_state import LinearState
 from minifloat.nn.tensor_parallel import etp_parameters
 from minifloat.operand import Operand
 from minifloat.parallel.fsdp import hooks
+from minifloat.parallel.fsdp.experts import ShardedExperts
 from minifloat.parallel.fsdp.hooks import ShardedParameter
 from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards, owners
 from minifloat.quantizer import DTYPES
@@ -124,15 +125,13 @@ def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
     """Lists the parameters below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise.
 
     Of linears these are all weights but those that several modules share, transposed ones, ones that backward reads in
-    high precision, ones of several parameters (``parameters_split``) with a block of rows that lies in two of them, and
-    those of all experts in one parameter.
+    high precision, and ones of several parameters (``parameters_split``) with a block of rows that lies in two of them.
     """
-    names = {id(each): name for name, each in module.named_modules()}
+    names = {each: name for name, each in module.named_modules()}
     found = {}
     for parameter in hooks.parameters_below(module):
-        weight = parameter.weight
-        spec = weight.quantizer.row_format.spec, weight.quantizer.format(COLUMNWISE).spec
-        found[f"{names[id(weight.layer)]}.{parameter.name}".lstrip(".")] = spec
+        quantizer, (holder, name, _) = parameter.weight.quantizer, hooks.holder_of(parameter)
+        found[f"{names[holder]}.{name}".lstrip(".")] = quantizer.row_format.spec, quantizer.format(COLUMNWISE).spec
     return found
 
 
@@ -217,6 +216,10 @@ def _gather_as_codes(layer: LinearState, params: dict[str, Any], group: Any) -> 
     if not (config.weight.row_format.quantized and config.weight.format(COLUMNWISE).quantized):
         return
     quantizer = config.weight.with_usage(rowwise=True, columnwise=config.backward_override is None)
+    if weights[0].dim() == 3:
+        if all(fmt.rounding != "stochastic" for fmt, _ in quantizer.casts):  # whose bits depend on who draws them
+            ShardedExperts(layer, quantizer, config.delayed, params, group)
+        return
     if len(params) > 1 and not is_plain(quantizer):
         return
     if any(weight.shape[0] % row_unit(quantizer) for weight in weights[:-1]):  # a block would lie in two parameters

@@ -17,6 +17,7 @@ from minifloat.comm.group import Group, ShardMap
 from minifloat.comm.sharded_cast import owned_rows
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.etp.rows import Cast, ShardedRows, Sharding, cast_together
+from minifloat.nn.expert_parameters import ExpertParameters
 from minifloat.nn.linear_call import recipe_in_force
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.quantized_parameters import weight_scale
@@ -94,6 +95,13 @@ def _buffers(dim: int, field: str, maps: Sequence[ShardMap], like: Tensor) -> tu
     return owner[: firsts[-1]], buffers
 
 
+def _gathered_fields(own: Operand, rows: ShardMap) -> Sequence[tuple[str, ShardMap]]:
+    """The fields of an operand that ranks gather, and how much each has: rows, or of stacked matrices all of some."""
+    if own.codes.dim() == 2:
+        return rows.gathered(own.format, own.dim)
+    return [(name, rows) for name in operand_ops.BUFFERS if getattr(own, name) is not None]
+
+
 class GatheredWeight:
     """Operands of the full weight [M, K] whose memory is allocated and freed, one orientation at a time.
 
@@ -131,7 +139,7 @@ class GatheredWeight:
         constants = {"scale_inv": own.scale_inv, "amax": own.amax}
         full: list[dict[str, Any]] = [{} for _ in range(len(shards) + 1)]
         self._buffers[dim] = [[] for _ in shards]
-        for fields in zip(*[rows.gathered(own.format, own.dim) for rows in shards], strict=True):
+        for fields in zip(*[_gathered_fields(own, rows) for rows in shards], strict=True):
             name = fields[0][0]
             constants.pop(name, None)
             full[0][name], buffers = _buffers(dim, name, [rows for _, rows in fields], getattr(own, name))
@@ -238,22 +246,26 @@ class ShardedWeight(ShardedRows):
 
     def parts_for(self, dims: Collection[int]) -> Sequence[Quantized]:
         """Returns what this rank sends of each parameter, with operands for ``dims``."""
+        (part,) = self._matrices_for(dims)
+        if len(self.params) == 1:
+            return [part]
+        ends = [0, *accumulate([each.rows[self.group.rank] for each in self.owned])]
+        return [cut_rows(part, begin, end) for begin, end in pairwise(ends)]
+
+    def _matrices_for(self, dims: Collection[int]) -> Sequence[Quantized]:
+        """Casts the matrices, where they are not there with operands for ``dims``."""
         if not (self._holds(dims) or self._repeats(dims)):
             cast_shards([self])  # the last forward had no grad mode, or there was none
         assert self.cast is not None
         if not self._holds(dims):
             self.cast = self.cast._replace(parts=self.cast.repeat(self, *dims))
         assert self.cast.parts is not None
-        (part,) = self.cast.parts.matrices
-        if len(self.params) == 1:
-            return [part]
-        ends = [0, *accumulate([each.rows[self.group.rank] for each in self.owned])]
-        return [cut_rows(part, begin, end) for begin, end in pairwise(ends)]
+        return self.cast.parts.matrices
 
     def _holds(self, dims: Collection[int]) -> bool:
         if self.cast is None or self.cast.parts is None:
             return False
-        (part,) = self.cast.parts.matrices
+        part = self.cast.parts.matrices[0]  # all are alike
         return all((part.rowwise if dim == ROWWISE else part.columnwise) is not None for dim in dims)
 
     def _repeats(self, dims: Collection[int]) -> bool:
@@ -262,8 +274,7 @@ class ShardedWeight(ShardedRows):
     def _release(self) -> None:
         """Frees the parts, if they can be cast again; to be called in the stream that waits for the gather."""
         if self.cast is not None and self.cast.repeats and self.cast.parts is not None:
-            (part,) = self.cast.parts.matrices
-            if part.any.codes.is_cuda:
+            for part in self.cast.parts.matrices if self.params[0].device.type == "cuda" else ():
                 hooks.record_stream(operand_ops.buffers(part).values())
             self.cast = self.cast._replace(parts=None)
 
@@ -385,7 +396,7 @@ def cast_shards(weights: Sequence[ShardedWeight], columnwise: bool = True) -> No
             agreed = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
             delayed.check_same_scale(weight.layer, "the weight is sharded", group, recipe, agreed)
         quantizer = weight.quantizer.with_usage(columnwise=weight.quantizer.columnwise and columnwise)
-        together[group].append((weight, quantizer, first.orig_dtype))
+        together[weight.sharding.group].append((weight, quantizer, first.orig_dtype))
     for wanted in together.values():
         for (weight, *_), cast in zip(wanted, cast_together(wanted), strict=True):
             weight.cast = cast
@@ -403,4 +414,6 @@ def owners(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[LinearState, t
             for name in names:
                 path, _, own = name.rpartition(".")
                 found[layer.get_submodule(path), own] = layer, names, name
+        if isinstance(layer, ExpertParameters) and not layer._matrices:  # one parameter
+            found[layer._holder, layer._weight_names[0]] = layer, layer._weight_names, layer._weight_names[0]
     return found
