@@ -121,7 +121,7 @@ class Experts(Exchange):
     def dgrad(self, spec: Spec, dy: Any, w: Any) -> Any:
         dy_rows = dy.rowwise or dy.along(-1)
         options = spec.options.dtype, None, spec.config.fast_dgrad, *self.dgrad_out
-        dx = spec.multiply("dgrad", dy_rows, joined_for_dgrad(w), *options)
+        dx = spec.multiply("dgrad", dy_rows, joined_for_dgrad(w, dy_rows), *options)
         return self._summed(dx, self.x_tokens)
 
 

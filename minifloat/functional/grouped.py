@@ -239,7 +239,8 @@ def _unstacked(operand: Operand) -> Operand:
     rows //= groups
     if any(any(_gaps(name, fmt, dim, rows, cols, groups)) for name in names):
         each: Any = zip(*[[None] * groups if t is None else t.unbind() for t in operand[:3]], strict=True)
-        return join([Operand(*own, fmt, dim, (rows, cols), dtype) for own in each])
+        rest: Any = fmt, dim, (rows, cols), dtype
+        return join([Operand(*own, *rest) for own in each])
     flat = {name: getattr(operand, name).reshape(-1, *layout.row_shape(name, fmt, dim, cols)) for name in names}
     return operand._replace(**flat, offsets=GroupLayout.uniform(groups, rows, operand.codes.device).offsets)
 
@@ -251,8 +252,11 @@ def joined(operand: Operand | SeparateOperands) -> Operand:
     return _unstacked(operand) if operand.codes.dim() == 3 else operand
 
 
-def joined_for_dgrad(operand: Operand | SeparateOperands) -> Operand:
-    """Returns it in one piece of memory, and in the memory order that dgrad wants."""
+def joined_for_dgrad(operand: Operand | SeparateOperands, dy: Operand) -> Operand:
+    """Returns it in one piece of memory, and in the memory order that dgrad wants; ``dy``: what it multiplies."""
+    if torch.compiler.is_compiling() and operand.codes.dim() == 3:
+        copies: list[Any] = grouped.copied_after([each for each in operand[:3] if each is not None], dy.codes)
+        operand = Operand(*copies, *[None] * (3 - len(copies)), *operand[3:])
     weight = joined(operand)
     codes = weight.codes
     in_order = not codes.is_cuda or codes.stride(1) != 1 or not backends.k_major(weight.format)

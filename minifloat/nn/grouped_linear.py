@@ -251,7 +251,7 @@ class GroupedLinear(ExpertParameters):
             record_groups(delayed_call, "weight", [torch.cat([each.amax for each in held.split()])])
 
     def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
-        rows = quantized_rows(self).values() or [weight]
+        rows = [*quantized_rows(self).values()] or [weight]
         if delayed_call is None or given_format(weight.quantizer) is None:
             return
         amaxes = [own._operands.any.amax for own in rows]

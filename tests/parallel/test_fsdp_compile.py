@@ -71,8 +71,9 @@ def _step(model: torch.nn.Module, data: Tensor) -> dict[str, Tensor]:
     return found | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def test_compiled_layers(worker_pool: Pools) -> None:
-    case = Case("LayerNormLinear", "mxfp8", reshard=True)
+@pytest.mark.parametrize("model", ["LayerNormLinear", "one parameter"])
+def test_compiled_layers(worker_pool: Pools, model: str) -> None:
+    case = Case(model, "mxfp8", reshard=True)
     assert worker_pool(2).run(compiled, case, "high-precision", "shard, compile") == [[]] * 2
 
 
@@ -85,3 +86,10 @@ def test_compiled_layers_of_every_recipe(worker_pool: Pools, module: str, recipe
     """Both kinds of parameters; layers compiled before they are sharded or after."""
     case = Case(module, recipe, reshard=True)
     assert worker_pool(2).run(compiled, case, kind, order, timeout=280) == [[]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_experts_in_one_parameter(worker_pool: Pools, recipe: str) -> None:
+    case = Case("one parameter", recipe, reshard=True)
+    assert worker_pool(2).run(compiled, case, "high-precision", "compile, shard", timeout=280) == [[]] * 2

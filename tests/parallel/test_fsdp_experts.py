@@ -37,6 +37,13 @@ WAYS = {
     "checkpoint": Case("experts", "mxfp8", dtype="bfloat16", options=("checkpoint",)),
     "autocast": Case("experts", "delayed", options=("autocast", "accumulate")),
 }
+ONE_WAYS = {
+    "evaluate": Case("one parameter", "nvfp4", "root", options=("evaluate",)),
+    "keep": Case("one parameter", "mxfp8", reshard=False, options=("keep", "frozen")),
+    "checkpoint": Case("one parameter", "block", dtype="bfloat16", options=("checkpoint",)),
+    "save_on_cpu": Case("one parameter", "mxfp8", reshard=True, options=("save_on_cpu",)),
+    "autocast": Case("one parameter", "delayed", "nested", options=("autocast", "accumulate")),
+}
 
 
 @pytest.mark.parametrize(("way", "kind"), diagonals(2, WAYS, KINDS))
@@ -97,6 +104,22 @@ def test_wire_bytes(rank: int, size: int, recipe: str, quantized: bool) -> None:
     assert recorded.sent == expected and len(sharded_weights(model)) == 6
 
 
+@pytest.mark.parametrize("recipe", ["current", "block", "nvfp4"])
+@on_ranks(2, 3, 4)
+def test_wire_bytes_of_one_parameter(rank: int, size: int, recipe: str) -> None:
+    """Of a step the bytes of each gather: those of the operands of as many experts as the first rank has, of three."""
+    layer = minifloat.GroupedLinear(3, 37, 70, bias=False, recipe=recipe, single_grouped_weight=True)
+    one: Any = minifloat.Linear(37, 70, recipe=recipe)._config(layer.recipe).weight(torch.zeros(70, 37))  # type: ignore
+    model = Layers(layer)
+    fully_shard(model, mesh=mesh_of(size), reshard_after_forward=True)
+    (parameter,), recorded = hooks.parameters_below(model), RecordedGathers(model)
+    y = model(torch.randn(9, 37, requires_grad=True))
+    assert sharded_weights(model).keys() == {"0.weight"} and not parameter.weight.gathered.holds(COLUMNWISE)
+    y.sum().backward()
+    each = [sum(own.nbytes for own in operand[:3] if own is not None) for operand in one]
+    assert recorded.sent == [-(-3 // size) * count for count in each]
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 @on_ranks(2)
 def test_whole_state_dicts(rank: int, size: int, recipe: str) -> list[str]:
@@ -154,6 +177,11 @@ def test_addition_in_place_to_experts(rank: int, size: int, kind: str, recipe: s
         found.append(torch.cat([each.flatten() for each in gradients]))
     in_place, expected = found
     assert torch.equal(in_place, expected) and expected.norm() > 0
+
+
+@pytest.mark.parametrize("way", ONE_WAYS)
+def test_ways_to_step_one_parameter(worker_pool: Pools, way: str) -> None:
+    assert worker_pool(3).run(KINDS["high-precision"], ONE_WAYS[way], 2) == [""] * 3
 
 
 ONE = ["delayed", "rowwise", "mxfp8", "mxfp4"], ["current", "block", "nvfp4", "w4a8"]  # on two ranks, and on three

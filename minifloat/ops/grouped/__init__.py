@@ -48,6 +48,17 @@ def _(counts: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(counts)
 
 
+@operation()
+def copied_after(tensors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
+    """Copies of ``tensors`` that no compiler makes before ``first``, as in forward, where FSDP2 may have freed them."""
+    return [each.clone() for each in tensors]
+
+
+@copied_after.fake
+def _(tensors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
+    return [torch.empty_like(each) for each in tensors]
+
+
 @operation("grouped.casts:amax")
 def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
     """Of each group of rows of ``x`` [M, K] what ``reference.amax`` gives, for each format along its dim.

@@ -56,7 +56,7 @@ def fully_shard(
     precision: optimizers, clipping and checkpoints are those of any FSDP2 model. The weight of a
     :class:`~minifloat.Linear`, also as a part of a fused module, whose own recipe quantizes weights, is gathered as
     codes and scales: those of quantizing the full weight, of one parameter or of several, bit for bit, whatever the
-    number of rows and of ranks; so is each weight of a :class:`~minifloat.GroupedLinear` whose experts have one each.
+    number of rows and of ranks; so is each expert's of a :class:`~minifloat.GroupedLinear` and of converted experts.
     Each pass sends the orientation that it reads. The rest is gathered in high precision, as in PyTorch: norms,
     embeddings, biases, and weights that :func:`sharded_weights` does not list.
 
