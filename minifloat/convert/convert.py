@@ -41,8 +41,6 @@ from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, own_recipe
 
 _BEFORE = "_before_convert"  # the attribute of a converted module that holds its :class:`OriginalModule`
 
-_EXPERTS = "one parameter of all experts is cast in each forward"
-
 Histories = dict[str, nn.Module]
 """Those of delayed scaling, by the name of the submodule."""
 
@@ -121,8 +119,8 @@ def convert(
         quantize_weights: True replaces the weights of converted layers by quantized parameters
             (:class:`~minifloat.QuantizedTensor`), cast once, with no copy in high precision, in the format of
             ``quantized_model_init`` inside of it, else of each layer's recipe. They are new parameters: make optimizers
-            afterwards. Weights of ``Conv1D``, of experts in one parameter, and those that other modules have too stay
-            as they are, with a warning. None: True inside of ``quantized_model_init``, else False.
+            afterwards. Of experts in one parameter each gets its own. Weights of ``Conv1D``, and those that others
+            have too stay as they are, with a warning. None: True inside of ``quantized_model_init``, else False.
 
     Returns:
         What was converted and what was left alone, and why; print it. If that is nothing, a ``UserWarning`` says why.
@@ -143,7 +141,7 @@ def convert(
     decisions = [(named, _decide(named, chosen, wanted, read)) for named in linears]
     layers = [(named, decision.recipe) for named, decision in decisions if decision.reason is None]
     others = list(other_matrices(modules))
-    inits = weights.formats(model, [each for each in layers if not _in_one_parameter(each[0])], quantize_weights)
+    inits = weights.formats(model, layers, quantize_weights)
     try:
         for named, decision in decisions:
             recipe_before, histories = kept.get(identity(named.module), (None, {}))
@@ -152,8 +150,6 @@ def convert(
             if isinstance(module, ExpertLinear) and decision.reason is not None and attached(module.experts):
                 attach(module, "none")
         unquantized = _quantize_weights(modules, inits)
-        if weights.wanted(quantize_weights):
-            unquantized += [_unquantized(named, _EXPERTS) for named, _ in layers if _in_one_parameter(named)]
     except BaseException:
         revert(model)
         raise
@@ -181,20 +177,16 @@ def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterI
     for layer, init in layers.items():  # all plans first: a factory that fails must find the weights as they were
         layer._config(init.recipe)
     for layer, init in layers.items():
-        if _BEFORE not in layer.__dict__:
+        holder = layer.experts if isinstance(layer, ExpertLinear) else layer
+        if _BEFORE not in holder.__dict__:
             _give_recipe(layer, layer.recipe, {})
-        before: OriginalModule = layer.__dict__[_BEFORE]
-        layer.__dict__[_BEFORE] = before._replace(quantized=weights.quantize(layer, init))
-    return [_unquantized(named, obstacles[named.module]) for named in inits if named.module in obstacles]
-
-
-def _unquantized(named: Named, why: str) -> str:
-    return f"the weight of {named.names[0]} stays in high precision: {why}"
-
-
-def _in_one_parameter(named: Named) -> bool:
-    """Whether it is experts of one parameter, no matrices that could be kept quantized."""
-    return isinstance(named.module, GroupedLinear) and not named.module._matrices
+        before: OriginalModule = holder.__dict__[_BEFORE]
+        holder.__dict__[_BEFORE] = before._replace(quantized=(*before.quantized, *weights.quantize(layer, init)))
+    return [
+        f"the weight of {named.names[0]} stays in high precision: {obstacles[named.module]}"
+        for named in inits
+        if named.module in obstacles
+    ]
 
 
 @checked
@@ -313,10 +305,10 @@ def _change_class(module: nn.Module, new: type[Linear], recipe: OwnRecipe, name:
 
 
 def _restore(module: nn.Module) -> None:
+    weights.dequantize(module, module.__dict__[_BEFORE].quantized)
     for name in _added_submodules(module):
         del module._modules[name]
     before: OriginalModule = module.__dict__.pop(_BEFORE)
-    weights.dequantize(module, before.quantized)
     if before.new_class is not None:
         module.__class__ = before.old_class
     for name in before.added:
@@ -338,7 +330,9 @@ def _report(
             num_experts = module.num_gemms
         if reason is None:
             assert recipe != "none"
-            quantized_weight = bool(_BEFORE in module.__dict__ and module.__dict__[_BEFORE].quantized)
+            holder = module.experts if isinstance(module, ExpertLinear) else module
+            quantized = holder.__dict__[_BEFORE].quantized if _BEFORE in holder.__dict__ else ()
+            quantized_weight = module.parameter in quantized if isinstance(module, ExpertLinear) else bool(quantized)
             converted.append(Converted(names, shape, recipe, quantized_weight, num_experts))
         else:
             left_alone.append(LeftAlone(names, kind, shape, reason, num_experts))
@@ -367,7 +361,8 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     if not isinstance(module, ExpertLinear):
         return list(module.parameters(recurse=isinstance(module, GroupedLinear)))
     held = module.experts._parameters
-    return [p for p in (held.get(module.parameter), held.get(f"{module.parameter}_bias")) if p is not None]
+    whole = held.get(module.parameter), held.get(f"{module.parameter}_bias")
+    return [*module.parameters(), *[p for p in whole if p is not None]]
 
 
 def _count_elements(parameters: Iterable[Iterable[nn.Parameter]]) -> int:

@@ -56,17 +56,19 @@ class ExpertLinear(GroupedLinear):
 
     @property
     def _weight_names(self) -> tuple[str, ...]:
-        return (self.parameter,)
+        return (self.parameter,) if self.single_grouped_weight else super()._weight_names
 
     @property
     def _holder(self) -> nn.Module:
         return self.experts
 
     def _weight(self, name: str) -> Any:
-        return getattr(self.experts, name)
+        return getattr(self.experts, name) if self.single_grouped_weight else super()._weight(name)
 
     def _weight_matrix(self) -> Tensor:
         """W [E, N, K]; the cast copies it if it is a transposed view."""
+        if not self.single_grouped_weight:
+            return super()._weight_matrix()
         weight: Tensor = getattr(self.experts, self.parameter)
         return weight.transpose(1, 2) if self.transposed else weight
 
@@ -80,7 +82,19 @@ class ExpertLinear(GroupedLinear):
             child.reset_parameters()  # type: ignore[operator]
 
     def _fitting_weights(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        return super()._fitting_weights(state_dict, prefix.removesuffix(f"{_PROJECTIONS[self.parameter]}."))
+        own = f"{_PROJECTIONS[self.parameter]}." if self.single_grouped_weight else ""
+        return super()._fitting_weights(state_dict, prefix.removesuffix(own))
+
+    def _rename_weights(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Gives a state dict, with the ``prefix`` of the experts, the weights of the parameters that there are."""
+        whole, child = f"{prefix}{self.parameter}", f"{prefix}{_PROJECTIONS[self.parameter]}."
+        each = [f"{child}{number}.weight" for number in self._numbers()]
+        if self.single_grouped_weight and all(name in state_dict for name in each):
+            values = torch.stack([state_dict.pop(name) for name in each])
+            state_dict[whole] = values.mT if self.transposed else values
+        elif not self.single_grouped_weight and whole in state_dict:
+            values = state_dict.pop(whole)
+            state_dict[f"{child}weight"] = values.mT if self.transposed else values
 
 
 class _GroupedExperts(nn.Module):
@@ -113,12 +127,15 @@ class _GroupedExperts(nn.Module):
     ) -> None:
         assign = local_metadata.get("assign_to_params_buffers", False)
         for child in _PROJECTIONS.values():  # which are shown their own part of the state dict only, without weights
+            getattr(self, child)._rename_weights(state_dict, prefix)
             getattr(self, child)._load_histories(state_dict, f"{prefix}{child}.", assign)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
 
 def _computes(linear: ExpertLinear) -> bool:
-    """Whether a recipe is in force, or ``autocast`` calibrates the layer."""
+    """Whether a recipe is in force, ``autocast`` calibrates the layer, or its weights are kept quantized."""
+    if not linear.single_grouped_weight:
+        return True
     context = current()
     calibrates = context is not None and context.calibrating and linear.recipe is None
     return calibrates or recipe_in_force(linear) is not None

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minifloat.arguments import checked
 from minifloat.backends import is_mxfp4
 from minifloat.comm.dtensor_ddp import is_dtensor
+from minifloat.convert.experts import attached
 from minifloat.convert.select import Named
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
 from minifloat.nn import quantized_parameters
@@ -82,7 +83,7 @@ def obstacles(modules: Sequence[Named], layers: Iterable[LinearState]) -> dict[L
     for layer in layers:
         weights = _weights(layer).values()
         shared = next((owners[id(weight)] for weight in weights if len(owners[id(weight)]) > 1), None)
-        if not layer._matrices:
+        if not layer._matrices and not isinstance(layer, GroupedLinear):
             found[layer] = "its parameter is the transposed weight"
         elif shared is not None:
             found[layer] = f"{' and '.join(shared)} are one parameter"
@@ -100,12 +101,26 @@ def quantize(layer: LinearState, init: ParameterInit) -> tuple[str, ...]:
             layer._join_weights()
         layer._mark_parameters()
         layer.invalidate()
-    return tuple(name for name, weight in before.items() if layer._weight(name) is not weight)
+    kept = {name: layer._weight(name) for name in layer._weight_names}  # of all experts in one parameter other ones
+    return tuple(name for name, weight in before.items() if kept.get(name) is not weight)
 
 
 @torch.no_grad()
-def dequantize(layer: nn.Module, names: Iterable[str]) -> None:
-    """Replaces quantized parameters by their values, or by those that they were made from where these were kept."""
+def dequantize(module: nn.Module, names: Iterable[str]) -> None:
+    """Replaces quantized parameters by their values, or by those that they were made from where these were kept.
+
+    ``names``: of parameters that were made quantized, of converted experts those of transformers.
+    """
+    for name in names:
+        layer: nn.Module = next((each for each in attached(module) if each.parameter == name), module)
+        if isinstance(layer, GroupedLinear) and name not in layer._weight_names:
+            _dequantize(layer, layer._weight_names)
+            layer._unite_weights(name)
+        else:
+            _dequantize(layer, [name])
+
+
+def _dequantize(layer: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         weight = layer.get_parameter(name)
         if isinstance(weight, QuantizedTensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -201,6 +201,36 @@ class ExpertParameters(LinearState):
         self._join_weights()
         self._mark_parameters()
         self.invalidate()
+
+    def _separate_weights(self) -> None:
+        """Makes a parameter for each expert of the one of all."""
+        (name,) = self._weight_names
+        whole = self._weight(name)
+        for number, own in zip(self._numbers(), (whole.mT if self.transposed else whole).detach(), strict=True):
+            if number not in self._modules:
+                self.add_module(number, Expert(None, None))
+            self._modules[number].register_parameter("weight", nn.Parameter(own, whole.requires_grad))  # type: ignore[union-attr]
+        self._holder.register_parameter(name, None)
+        self.single_grouped_weight = False
+
+    def _unite_weights(self, name: str) -> None:
+        """Makes one parameter ``name`` of those of the experts again."""
+        own = self._each("weight")
+
+        def together(tensors: Sequence[Tensor]) -> Tensor:
+            whole = torch.stack(list(tensors))
+            return whole.mT.contiguous() if self.transposed else whole
+
+        parameter = nn.Parameter(together([each.detach() for each in own]), own[0].requires_grad)
+        if all(each.grad is not None for each in own):
+            parameter.grad = together([each.grad for each in own])
+        for number in self._numbers():
+            expert: Any = self._modules[number]
+            expert.register_parameter("weight", None)
+            if expert.bias is None:
+                del self._modules[number]
+        self._holder.register_parameter(name, parameter)
+        self.single_grouped_weight = True
 
     def _join_weights(self) -> None:
         """Lets separate weights lie in one piece of memory, after something has made or moved each by itself."""

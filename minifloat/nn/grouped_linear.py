@@ -78,11 +78,11 @@ class GroupedLinear(ExpertParameters):
     Separate weights that start in one piece of memory are multiplied there; once they are not neighbours any more (as
     where something assigns ``.data``) they are copied together in each forward. Under delayed scaling each expert has
     scales of its own, in ``forward_scaling`` and ``backward_scaling``: those of all inputs, then of all weights.
-    ``quantized_model_init`` keeps separate weights quantized, each as that of a ``Linear``.
+    ``quantized_model_init`` keeps each weight quantized as that of a ``Linear``, as a parameter of its own.
 
     Raises:
         TypeError, ValueError: as of ``Linear``.
-        ValueError: ``single_grouped_weight`` inside of ``quantized_model_init``; E that no p ranks share alike.
+        ValueError: E that no p ranks share alike.
     """
 
     @checked

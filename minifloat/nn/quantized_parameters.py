@@ -49,6 +49,10 @@ class QuantizedWeights(EtpModule):
     def _weight(self, name: str) -> nn.Parameter:
         return getattr(self, name)
 
+    def _separate_weights(self) -> None:
+        """Makes a parameter of each matrix, where one has them all."""
+        raise NotImplementedError
+
     def _group_of(self, name: str) -> int:
         """Finds which of the ``_groups`` linears has the weight ``name``."""
         return 0
@@ -123,10 +127,7 @@ def quantize_weights(layer: QuantizedWeights, init: ParameterInit | None) -> Non
     if not config.weight.quantized:
         return
     if not layer._matrices:
-        raise ValueError(
-            f"{layer._label}: one parameter of all experts cannot be kept quantized; use single_grouped_weight=False, "
-            "or make the layer inside of quantized_model_init(enabled=False)"
-        )
+        layer._separate_weights()
     layer._weight_margin = 0 if config.delayed is None else config.delayed.margin
     layer._preserves_initial = init.preserve_high_precision_init_val
     for name in layer._weight_names:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import minifloat
 from minifloat.convert import DefaultFilter, convert, revert
+from minifloat.convert.experts import attached
 from minifloat.functional import count_gemms
 from minifloat.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.helpers.experts import IDS, NAMES, E, F, H, Loop, block, experts_only, gpt_oss, inputs, mixtral, qwen3, train
@@ -215,15 +216,55 @@ def test_experts_that_stay(change: Callable[[Any], object], reason: str) -> None
     assert found.kind == kind.__name__ and "gate_up_proj [4, 96, 32]" in found.reason
 
 
-def test_weights_stay_in_high_precision() -> None:
-    model = mixtral()
-    before = dict(model.named_parameters())
-    report = convert(model, "current", DefaultFilter(model, smallest=16), quantize_weights=True)
-    warned = [warning for warning in report.warnings if ".experts." in warning]
-    assert [warning.split()[3] for warning in warned] == NAMES
-    assert all(model.get_parameter(name) is before[name] for name in NAMES)
-    assert sum(layer.quantized_weight for layer in report.converted) == 8
-    model(input_ids=IDS, labels=IDS).loss.backward()
+@each_once
+@MODELS
+@RECIPES
+def test_quantized_weights(make: Callable[[], Any], recipe: Any) -> None:
+    """Each expert gets a parameter of its own, whose operands are those of a cast in each forward; and back."""
+    model = make()
+    twin, keys = copy.deepcopy(model), [(name, p.shape) for name, p in model.named_parameters()]
+    with minifloat.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        report = experts_only(model, recipe)
+    experts_only(twin, recipe)
+    assert not report.warnings and all(layer.quantized_weight for layer in report.converted)
+    experts, others = (each.model.layers[0].mlp.experts for each in (model, twin))
+    if recipe == "delayed":  # whose scale is that of the values at first
+        for mine, theirs in zip((experts.gate_up_linear, experts.down_linear), attached(others), strict=True):
+            theirs.forward_scaling.scale.copy_(mine.forward_scaling.scale)
+    x, index, weights = inputs()
+    found = []
+    for each in (experts, others):
+        y = each(x, index, weights)
+        y.square().sum().backward()
+        found.append((y.detach(), gradients(each, x, weights)))
+    (y, mine), (expected, theirs) = found
+    assert torch.equal(y, expected) and torch.equal(mine["x"], theirs["x"])
+    for name, child in (("gate_up_proj", "gate_up_linear"), ("down_proj", "down_linear")):
+        stacked = torch.stack([mine[f"{child}.{i}.weight"] for i in range(E)])
+        assert torch.equal(stacked.mT if experts.is_transposed else stacked, theirs[name])
+    revert(model), revert(twin)
+    assert [(name, p.shape) for name, p in model.named_parameters()] == keys
+    assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+
+
+@MODELS
+def test_checkpoints_of_quantized_weights(make: Callable[[], Any]) -> None:
+    """Weights of transformers load, codes load where experts are one parameter; without a recipe values compute."""
+    model, other, plain = make(), make(), make()
+    experts_only(model, "mxfp8", quantize_weights=True)
+    model.load_state_dict(plain.state_dict())
+    experts_only(other, "mxfp8")
+    other.load_state_dict(plain.state_dict())
+    assert torch.equal(model(IDS).logits, other(IDS).logits)
+    plain.load_state_dict(other.state_dict())
+    experts_only(plain, "mxfp8")
+    plain.load_state_dict(model.state_dict())  # values of codes, which are cast to them again
+    assert torch.equal(plain(IDS).logits, model(IDS).logits)
+    for layer in model.modules():
+        if isinstance(layer, minifloat.GroupedLinear):
+            layer.recipe = "none"
+    revert(plain)
+    torch.testing.assert_close(model(IDS).logits, plain(IDS).logits)
 
 
 # ---- the state of a conversion ----

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,15 +85,22 @@ def test_histories_stay_with_an_equal_recipe() -> None:
     assert "forward_scaling" not in dict(model.up.named_children())
 
 
-def test_which_weights_are_quantized() -> None:
-    """``quantize_weights`` leaves one parameter of all experts in high precision, and says so."""
-    model = made()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = convert(model, "current", quantize_weights=True)
-    kept = [each for each in report.warnings if "stays in high precision: one parameter of all experts" in each]
-    assert len(kept) == 1 and "the weight of up " in kept[0]
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, GroupedLinear)}
-    for name, layer in layers.items():
-        weights = [p for own, p in layer.named_parameters() if own.endswith("weight")]
-        assert all(isinstance(weight, minifloat.QuantizedTensor) == (name != "up") for weight in weights)
+def test_quantized_weights() -> None:
+    """Each expert of one parameter gets its own, with the operands that a cast of all gives; revert makes it one."""
+    model, twin, plain = made(), made("mxfp8"), made()
+    report = convert(model, "mxfp8", quantize_weights=True)
+    assert not report.warnings and all(each.quantized_weight for each in report.converted)
+    layers = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    weights = [layer._weight(name) for layer in layers for name in layer._weight_names]
+    assert len(weights) == 16 and all(isinstance(weight, minifloat.QuantizedTensor) for weight in weights)
+    (y, dx, *_), (expected, dx_expected, *_) = trained(model), trained(twin)
+    assert torch.equal(y, expected) and torch.equal(dx, dx_expected)
+    values = [weight.dequantize() for weight in (model.up._each("weight"))]
+    model.up.get_parameter("2.weight").grad = torch.ones(48, 32)
+    revert(model)
+    assert [(name, p.shape) for name, p in model.named_parameters()] == [
+        (name, p.shape) for name, p in plain.named_parameters()
+    ]
+    assert torch.equal(model.up.get_parameter("weight"), torch.stack(values)) and model.up.single_grouped_weight
+    plain.load_state_dict(model.state_dict())
+    assert all(map(torch.equal, trained(model), trained(plain)))

@@ -376,15 +376,31 @@ def test_models(recipe: str) -> None:
     assert not all(map(torch.equal, trained(made()), trained(model)))
 
 
-def test_one_parameter_of_all_experts() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_parameter_of_all_experts_is_kept_as_one_each(bias: bool) -> None:
+    """Quantized as separate ones are; where weights stay in high precision it is one."""
+    made = []
+    for single in (False, True):
+        torch.manual_seed(0)
+        with quantized_model_init(recipe="mxfp8"):
+            made.append(GroupedLinear(3, K, N, bias, recipe="mxfp8", single_grouped_weight=single))
+    separate, single = made
+    assert {name: p.shape for name, p in single.named_parameters()} == {
+        name: p.shape for name, p in separate.named_parameters()
+    }
+    assert all(isinstance(weight, QuantizedTensor) for weight in weights(single))
+    for mine, theirs in zip(weights(single), weights(separate), strict=True):
+        assert all(map(torch.equal, mine._buffers().values(), theirs._buffers().values()))
+    values = torch.randn(3, N, K)
+    for layer in made:
+        layer.load_state_dict(
+            {"weight": values} | {name: p for name, p in separate.state_dict().items() if "bias" in name}
+        )
+    x = torch.randn(9, K)
+    assert torch.equal(single(x, [4, 0, 5]), separate(x, [4, 0, 5]))
     with quantized_model_init(recipe="current"):
-        GroupedLinear(2, K, N, single_grouped_weight=True, recipe="none")
-        with pytest.raises(ValueError, match=r"'up': one parameter of all experts.*use single_grouped_weight=False"):
-            GroupedLinear(2, K, N, single_grouped_weight=True, name="up")
-        with pytest.raises(ValueError, match="single_grouped_weight=False"):
-            MoE(32, 48, 4, 2, single_grouped_weight=True)
-        with quantized_model_init(enabled=False):
-            GroupedLinear(2, K, N, single_grouped_weight=True)
+        kept = GroupedLinear(2, K, N, single_grouped_weight=True, recipe="none")
+    assert kept.get_parameter("weight").shape == (2, N, K) and kept.single_grouped_weight
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
