@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import minifloat
-from minifloat.convert import DefaultFilter, convert, revert
+from minifloat.convert import DefaultFilter, convert, load_mxfp4, revert, save_mxfp4
 from minifloat.convert.experts import attached
 from minifloat.functional import count_gemms
 from minifloat.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -265,6 +265,18 @@ def test_checkpoints_of_quantized_weights(make: Callable[[], Any]) -> None:
             layer.recipe = "none"
     revert(plain)
     torch.testing.assert_close(model(IDS).logits, plain(IDS).logits)
+
+
+def test_bytes_of_gpt_oss() -> None:
+    model = gpt_oss()
+    experts_only(model, "w4a8", quantize_weights=True)
+    linear = model.model.layers[0].mlp.experts.gate_up_linear
+    blocks, scales = torch.randint(256, (E, 2 * F, 1, 16), dtype=torch.uint8), torch.randint(120, 130, (E, 2 * F, 1))
+    load_mxfp4(linear, blocks, scales.to(torch.uint8))
+    assert all(map(torch.equal, save_mxfp4(linear), (blocks, scales)))
+    values = linear.get_parameter("1.weight").dequantize()
+    revert(model)
+    assert torch.equal(model.model.layers[0].mlp.experts.gate_up_proj[1], values.t())
 
 
 # ---- the state of a conversion ----

@@ -60,9 +60,11 @@ def test_adapters_of_the_weights(first: str) -> None:
     assert counted == {(gemm, *f): times[gemm] for gemm, f in Float8CurrentScaling().expected_gemms().items()}
 
 
-def sharded_losses(rank: int, world_size: int, model: Any, recipe: str) -> tuple[list[float], list[float], set[str]]:
+def sharded_losses(
+    rank: int, world_size: int, model: Any, recipe: str, quantized: bool
+) -> tuple[list[float], list[float], set[str]]:
     """Of three steps, by FSDP2 and in one process, on the same tokens in every rank; what is gathered as codes."""
-    experts_only(model, recipe)
+    experts_only(model, recipe, quantize_weights=quantized)
     sharded = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size,))
     for layer in sharded.model.layers:
@@ -72,7 +74,10 @@ def sharded_losses(rank: int, world_size: int, model: Any, recipe: str) -> tuple
 
 
 @pytest.mark.parametrize(("make", "recipe"), [(mixtral, "delayed"), (gpt_oss, "current"), (gpt_oss, "mxfp8")])
-def test_sharded_by_fsdp(worker_pool: Pools, make: Callable[[], Any], recipe: str) -> None:
+@pytest.mark.parametrize("quantized", [False, True])
+def test_sharded_by_fsdp(worker_pool: Pools, make: Callable[[], Any], recipe: str, quantized: bool) -> None:
     """The losses of one process, bit for bit: the mean of two equal gradients is each of them."""
-    for sharded, whole, gathered in worker_pool(2).run(sharded_losses, make(), recipe):
-        assert sharded == whole and gathered == {*NAMES}
+    for sharded, whole, gathered in worker_pool(2).run(sharded_losses, make(), recipe, quantized):
+        assert sharded == whole and sharded[2] < sharded[0]
+        names = {f"{name.replace('_proj', '_linear')}.{i}.weight" for name in NAMES for i in range(E)}
+        assert gathered == (names if quantized else {*NAMES})

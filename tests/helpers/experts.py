@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from minifloat import Linear
+from minifloat import GroupedLinear, Linear
 from minifloat.convert import ConversionReport, convert
+from minifloat.nn.quantized_parameters import quantized_rows
+from minifloat.optim import MasterWeights
 
 E, H, F = 4, 32, 48
 IDS = torch.randint(3, 48, (2, 16), generator=torch.Generator().manual_seed(7))
@@ -63,7 +66,9 @@ def inputs(tokens: int = 23) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(model: nn.Module, steps: int) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    quantized = any(isinstance(module, GroupedLinear) and quantized_rows(module) for module in model.modules())
+    kind: Any = partial(MasterWeights, optimizer_class=torch.optim.AdamW) if quantized else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=5e-3)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()

@@ -393,9 +393,7 @@ def test_one_parameter_of_all_experts_is_kept_as_one_each(bias: bool) -> None:
         assert all(map(torch.equal, mine._buffers().values(), theirs._buffers().values()))
     values = torch.randn(3, N, K)
     for layer in made:
-        layer.load_state_dict(
-            {"weight": values} | {name: p for name, p in separate.state_dict().items() if "bias" in name}
-        )
+        layer.load_state_dict({"weight": values}, strict=False)
     x = torch.randn(9, K)
     assert torch.equal(single(x, [4, 0, 5]), separate(x, [4, 0, 5]))
     with quantized_model_init(recipe="current"):
