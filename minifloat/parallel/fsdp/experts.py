@@ -82,8 +82,9 @@ class ShardedExperts(ShardedWeight):
         self.sharding = Sharding(Group(), rows, "mean", max(self._count, 1), recasts=True)
 
     def matrices(self) -> list[Tensor]:
-        own = self.params[0].rows if self._count else self.params[0].local.new_zeros(1, *self.params[0].local.shape[1:])
-        return list((own.transpose(1, 2) if self._transposed else own).unbind())
+        rows = self.params[0].rows
+        own = rows if self._count else rows.new_zeros(1, *rows.shape[1:])
+        return list((own.mT.contiguous() if self._transposed else own).unbind())
 
     def scales(self) -> list[Tensor | None]:
         if self.delayed is None:
