@@ -29,8 +29,8 @@ class Operand(NamedTuple):
         shape: the logical (M, K).
         dtype: the dtype that it was cast from and dequantizes to.
         offsets: of groups, int32 [G + 1] on the device: the first row of each, and the end of the last one. The three
-            tensors have the shapes of ``ops/grouped/layout.py`` then. None of a matrix that is one group, and of experts
-            as FSDP2 gathers them, whose tensors are stacked, [G, ...] each, until a product joins them.
+            tensors have the shapes of ``ops/grouped/layout.py`` then. None of a matrix that is one group, and of
+            experts as FSDP2 gathers them, whose tensors are stacked, [G, ...] each, until a product joins them.
     """
 
     codes: Tensor

@@ -65,7 +65,7 @@ class StackedExperts(QuantizedTensor):
 class ShardedExperts(ShardedWeight):
     """The weights of experts in one parameter: a rank has whole matrices [N, K], and asks no other for their amaxes.
 
-    A rank that has none casts zeros, so that it does what the others do, and sends nothing of them.
+    A rank that has none casts zeros, so that it does what the others do, and sends them as padding.
     """
 
     def __init__(
@@ -94,8 +94,7 @@ class ShardedExperts(ShardedWeight):
         return list(self.layer.forward_scaling.scale[first : first + self.sharding.matrices].split(1))
 
     def parts_for(self, dims: Collection[int]) -> Sequence[Quantized]:
-        stacked = of_all(self._matrices_for(dims), _stack)
-        return [stacked if self._count else operand_ops.each(stacked, _without_experts)]
+        return [of_all(self._matrices_for(dims), _stack)]
 
     def _as_tensor(self, operands: Quantized, dtype: torch.dtype) -> QuantizedTensor:
         rows = self._shape[0] * self._shape[1], self._shape[2]
@@ -105,7 +104,3 @@ class ShardedExperts(ShardedWeight):
         tensor = StackedExperts(stacked, self.quantizer, like.shape, dtype, like.stride())
         tensor.gatherer = self
         return tensor
-
-
-def _without_experts(stacked: Operand) -> Operand:
-    return operand_ops.map_buffers(stacked, lambda tensor: tensor[:0])
