@@ -240,6 +240,12 @@ class GroupedLinear(ExpertParameters):
         experts = self._each("weight") if torch.compiler.is_compiling() and self._matrices else []
         if not experts or not are_alike(experts) or reusable_operands(experts[0], spec) is None:
             return super()._weight_operands(spec, delayed_call, weight, is_first_microbatch)
+        held: Any = experts[0]._operands
+        if experts[0].gatherer is not None and held.columnwise is not None and held.columnwise is not held.rowwise:
+            raise RuntimeError(
+                f"{self._label}: a graph would join the codes that backward reads in forward, and FSDP2 gathers them "
+                "later; use single_grouped_weight=True without quantized weights, or do not compile this layer in full"
+            )
         operands = join_all(experts)  # in a graph, where ``weight`` is their values
         self._follow_own_scale(experts[0], delayed_call, operands)
         return operands

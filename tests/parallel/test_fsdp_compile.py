@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import minifloat
 from minifloat.optim import MasterWeights
-from tests.helpers.distributed_pool import Pools
+from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.fsdp_cases import MODELS, RECIPES, TWINS, Case, loss, mesh_of, shard, width
 
 STEPS = 4
@@ -75,6 +75,26 @@ def _step(model: torch.nn.Module, data: Tensor) -> dict[str, Tensor]:
 def test_compiled_layers(worker_pool: Pools, model: str) -> None:
     case = Case(model, "mxfp8", reshard=True)
     assert worker_pool(2).run(compiled, case, "high-precision", "shard, compile") == [[]] * 2
+
+
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_experts_with_a_parameter_each(rank: int, size: int, fullgraph: bool) -> str:
+    """No graph holds what joins the codes for backward: it raises, or the layer runs as an eager one."""
+    torch._dynamo.reset()
+    results, case = [], Case("experts", "mxfp8", reshard=True)
+    for way in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model = shard(MODELS[case.model](case.recipe), case, mesh_of(size))
+        if way == "compiled":
+            next(model.children()).compile(backend="aot_eager", fullgraph=fullgraph)
+        if way == "compiled" and fullgraph:
+            with pytest.raises(Exception, match=r"'experts.fc1'.*FSDP2 gathers them later; use single_grouped_weight"):
+                model(torch.ones(6, 24))
+            return ""
+        results.append(_step(model, torch.ones(6, 24)))
+    eager, found = results
+    return ", ".join(name for name in eager if not torch.equal(eager[name], found[name]))
 
 
 @pytest.mark.slow
