@@ -20,12 +20,32 @@ from minifloat.quantizer import are_scales
 from minifloat.recipe import DelayedScaling
 
 
+class ExpertShare(NamedTuple):
+    """Which experts a rank has among all of a layer: ``own`` from ``first`` on.
+
+    Histories [..., slots own] have a number for each of these in each slot.
+    """
+
+    first: int
+    own: int
+    all: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's numbers of those of all experts, [..., slots all]."""
+        return whole.unflatten(-1, (-1, self.all))[..., self.first : self.first + self.own].flatten(-2)
+
+    def among_all(self, own: Tensor) -> Tensor:
+        """This rank's numbers among those of all experts; the others are 0."""
+        others = self.first, self.all - self.first - self.own
+        return torch.nn.functional.pad(own.unflatten(-1, (-1, self.own)), others).flatten(-2)
+
+
 class History(NamedTuple):
     """One direction of one layer: scales fp32 [n], amaxes fp32 [L, n], and the rule from these to those.
 
     Row 0 is of the step in progress, the last row of the newest finished one.
     ``rule``: one of ``DelayedScaling.rules``; ``recipe``: for algorithms of the user's own; ``slots``: views of the
-    scales, fp32 [1] each, where these are made once.
+    scales, fp32 [1] each, where these are made once; ``share``: of experts that ranks share out.
     """
 
     scale: Tensor
@@ -33,6 +53,7 @@ class History(NamedTuple):
     recipe: DelayedScaling
     rule: str
     slots: tuple[Tensor, ...] = ()
+    share: ExpertShare | None = None
 
 
 # ---- updates ----
@@ -88,11 +109,17 @@ def check_same_scale(layer: object, why: str, ranks: Group, recipe: DelayedScali
 
 
 def reduce(histories: Sequence[History], group: Group) -> None:
-    """Makes the newest amaxes the largest of all ranks: one MAX all-reduce for all of them."""
+    """Makes the newest amaxes the largest of all ranks: one MAX all-reduce for all of them.
+
+    Ranks that have other experts of a layer each reduce those of all, of which the others' are 0 here.
+    """
+    if group.size == 1:
+        return
+    shares = [history.share for history in histories]
     newest = [history.amax_history[0] for history in histories]
-    if group.size > 1:
-        for amaxes, largest in zip(newest, all_reduce_max(newest, group), strict=True):
-            amaxes.copy_(largest)
+    sent = [own if share is None else share.among_all(own) for own, share in zip(newest, shares, strict=True)]
+    for own, share, largest in zip(newest, shares, all_reduce_max(sent, group), strict=True):
+        own.copy_(largest if share is None else share.of(largest))
 
 
 def update(histories: Sequence[History], group: Group | None = None) -> None:
@@ -182,15 +209,17 @@ class AmaxHistory(nn.Module):
 
     Buffers: ``scale`` fp32 [slots], ones at first; ``amax_history`` fp32 [length, slots], zeros at first, with the step
     in progress in row 0 and the newest finished one in the last row. They stay fp32 when the module is cast, and a
-    checkpoint without them, or with another length, loads.
+    checkpoint without them, or with another length, loads; of all experts of a layer, a rank's ``share`` of them.
     """
 
     scale: Tensor
     amax_history: Tensor
 
-    def __init__(self, slots: int, length: int, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, slots: int, length: int, device: torch.device | str | None = None, share: ExpertShare | None = None
+    ) -> None:
         super().__init__()
-        self.progress = Progress()
+        self.progress, self.share = Progress(), share
         self.register_buffer("scale", torch.ones(slots, dtype=torch.float32, device=device))
         self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
 
@@ -217,6 +246,13 @@ class AmaxHistory(nn.Module):
         """Drops what the step in progress has recorded."""
         self.amax_history[0].zero_()
 
+    @torch.no_grad()
+    def keep(self, share: ExpertShare) -> None:
+        """Keeps a rank's share of what are those of all experts."""
+        self.share, self.progress.history = share, None
+        for name in _VALID:
+            setattr(self, name, share.of(getattr(self, name)).clone())
+
     def history(self, recipe: DelayedScaling, forward: bool, compiling: bool) -> History:
         """The buffers under a recipe, cut or zero-padded at the end to its ``amax_history_len``."""
         known, buffers = None if compiling else self.progress.history, self._buffers
@@ -234,7 +270,7 @@ class AmaxHistory(nn.Module):
             with torch.inference_mode(False):  # or training could not write to it later
                 self.amax_history = torch.nn.functional.pad(kept.clone(), (0, 0, 0, wanted - kept.shape[0]))
         slots = () if compiling else self.scale.split(1)
-        found = History(self.scale, self.amax_history, recipe, recipe.rules[0 if forward else 1], slots)
+        found = History(self.scale, self.amax_history, recipe, recipe.rules[0 if forward else 1], slots, self.share)
         if not compiling:
             self.progress.history = found
         return found
@@ -266,7 +302,11 @@ class AmaxHistory(nn.Module):
         for name in _VALID:
             buffer, saved = getattr(self, name), state_dict.get(prefix + name)
             if isinstance(saved, Tensor) and saved.is_floating_point():
-                saved = state_dict[prefix + name] = saved.float()  # or assign=True would take another dtype
+                saved = saved.float()  # or assign=True would take another dtype
+                of_all = buffer if self.share is None else self.share.among_all(buffer)
+                if self.share is not None and saved.shape[-1:] == of_all.shape[-1:] != buffer.shape[-1:]:
+                    saved = self.share.of(saved)
+                state_dict[prefix + name] = saved
             if saved is None:
                 state_dict[prefix + name] = buffer
             elif name == "amax_history" and history_length(saved) and saved.shape[1:] == buffer.shape[1:]:

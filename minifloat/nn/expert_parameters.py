@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from minifloat.arguments import checked
 from minifloat.comm.dtensor_ddp import check_same_rows, check_when_wrapping, is_dtensor
 from minifloat.comm.group import Group, cached
+from minifloat.delayed import AmaxHistory, ExpertShare
 from minifloat.functional.etp.rows import ExpertRows
 from minifloat.functional.grouped import JoinedWeights, join_weights, stack_weights
 from minifloat.nn import options
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.options import InitMethod
-from minifloat.nn.quantized_parameters import write
+from minifloat.nn.quantized_parameters import bind_scales, write
 from minifloat.tensor import QuantizedTensor
 
 
@@ -163,6 +164,10 @@ class ExpertParameters(LinearState):
         shape = (*parameter.shape[:-2], self.out_features, self.in_features) if rows else parameter.shape
         return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
 
+    def _add_history(self, name: str, slots: int, length: int, device: torch.device) -> None:
+        share = ExpertShare(self.first_expert, self.num_gemms, self.num_experts)
+        self.add_module(name, AmaxHistory(slots * self.num_gemms, length, device, share))
+
     def _mark_parameters(self) -> None:
         super()._mark_parameters()
         if self.ep_group.size > 1:
@@ -197,9 +202,13 @@ class ExpertParameters(LinearState):
                 if not any(each is None or isinstance(each, QuantizedTensor) for each in experts):
                     for each, values in zip(experts, torch.stack(experts).unbind(), strict=True):
                         each.data = values
+        for history in self.children():
+            if isinstance(history, AmaxHistory):
+                history.keep(ExpertShare(own.start, count, self.num_experts))
         self._joined = None
         self._join_weights()
         self._mark_parameters()
+        bind_scales(self)
         self.invalidate()
 
     def _separate_weights(self) -> None:

@@ -178,8 +178,7 @@ class GroupedMLP(parts.LayerOfParts):
         """Finds where rows go; ``fused``: this rank would run both linears as one; ``probabilities``: of the rows.
 
         Raises:
-            ValueError: delayed scaling under ``ep_group``, ranks with different recipes, or other tokens than the
-                routing has.
+            ValueError: ranks with different recipes, or other tokens than the routing has.
             RuntimeError: a CUDA graph is captured, and the host would have to wait.
         """
         if self.ep_group.size == 1:
@@ -196,11 +195,6 @@ class GroupedMLP(parts.LayerOfParts):
             config = None if recipe is None else fc._config(recipe)
             recipes.append("none" if config is None else config.describe())
             trains |= isinstance(fc, GroupedLinear) and any(fc._weight(name).requires_grad for name in fc._weight_names)
-            if config is not None and config.delayed is not None:
-                raise ValueError(
-                    f"{label_of(fc)}: delayed scaling reduces the histories of all ranks together, and with ep_group "
-                    "these are of different experts; use current scaling, or blocks"
-                )
         if routing.counts.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self._label}: with ep_group the host waits for the numbers of rows that ranks exchange, which the "

@@ -318,7 +318,10 @@ class LinearState(QuantizedWeights):
             if name not in self._modules:
                 with torch.inference_mode(False):  # or training could not write to them later
                     device = self._weight(self._weight_names[0]).device
-                    self.add_module(name, AmaxHistory(len(slots) * self._groups, recipe.amax_history_len, device))
+                    self._add_history(name, len(slots), recipe.amax_history_len, device)
+
+    def _add_history(self, name: str, slots: int, length: int, device: torch.device) -> None:
+        self.add_module(name, AmaxHistory(slots * self._groups, length, device))
 
     # ---- copies, moves and checkpoints ----
 
@@ -368,8 +371,7 @@ class LinearState(QuantizedWeights):
         for name, slots in _HISTORIES.items():
             saved = state_dict.get(f"{prefix}{name}.amax_history")
             if saved is not None and name not in self._modules:
-                slots_of_all = len(slots) * self._groups
-                self.add_module(name, AmaxHistory(slots_of_all, max(history_length(saved), 1), device))
+                self._add_history(name, len(slots), max(history_length(saved), 1), device)
             elif weight is not None and name in self._modules:
                 getattr(self, name).reset_missing(state_dict, f"{prefix}{name}.", weight.device if assign else device)
 

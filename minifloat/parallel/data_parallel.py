@@ -354,11 +354,6 @@ def _check_experts(name: str, module: GroupedMLP, size: int) -> None:
                 f"parallelize: {name}.{each} is a {type(fc).__name__}, whose experts cannot be shared out; keep the "
                 "GroupedLinear, or name the experts in plan as 'replicated'"
             )
-        if "forward_scaling" in fc._modules:
-            raise ValueError(
-                f"parallelize: {name}.{each} has delayed scaling, whose histories all ranks reduce together, and over "
-                "'ep' these are of different experts; use current scaling, or blocks"
-            )
         if any(isinstance(parameter, DTensor) for parameter in fc.parameters()):
             raise ValueError(
                 f"parallelize: the parameters of {name}.{each} are DTensors, shared out already; parallelize the model "

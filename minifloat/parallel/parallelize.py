@@ -127,7 +127,7 @@ def parallelize(
         ValueError: a size does not divide by the number of ranks; a parameter is a DTensor, sharded already or shared
             with a module that is cut in another way; a pattern fits nothing; dims of several have other names; an
             embedding is sparse or has ``max_norm``; a linear that stays whole fuses or delays its gradient; experts
-            have delayed scaling, or are shared out over other ranks than those of ``"ep"``. Nothing was changed then.
+            are shared out over other ranks than those of ``"ep"``. Nothing was changed then.
     """
     if reduce_dtype not in (None, *DTYPES):
         raise ValueError(f"parallelize: reduce_dtype is {reduce_dtype}; torch.float32 or torch.bfloat16 is needed")

@@ -15,7 +15,8 @@ what one of them saves the others load, on any number of ranks. Separate experts
 
 Keys are those of ``state_dict()``. Only a parameter that is made of several, each of which is cut by itself (query, key
 and value of ``fuse_qkv_params``; gate and up of a gated MLP), has an entry for each of these, as in
-``qkv.weight.query``, since a rank has no one rectangle of it. Unsharded models have the same keys.
+``qkv.weight.query``, since a rank has no one rectangle of it. Unsharded models have the same keys. Histories of delayed
+scaling of experts are [..., slots, E] there.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.optim import Optimizer
 from minifloat.arguments import checked
 from minifloat.comm.dtensor_ddp import local_rows, sharded_like
 from minifloat.comm.group import Group
+from minifloat.delayed import AmaxHistory, ExpertShare
 from minifloat.functional.exchange import Exchange
 from minifloat.nn.fused_layers import LayerNormLinear, LayerNormMLP
 from minifloat.nn.grouped_linear import GroupedLinear
@@ -52,6 +54,7 @@ class Entry(NamedTuple):
         offsets, sizes: where the rectangle begins in the whole, and how large it is.
         shape: of the whole.
         cut: other ranks may have other parts.
+        experts: as many numbers of each slot, of a history, are an entry's last dim.
     """
 
     key: str
@@ -60,6 +63,7 @@ class Entry(NamedTuple):
     sizes: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
     cut: bool = False
+    experts: int = 0
 
     def among(self, first: int, count: int) -> Entry:
         """The rectangle of experts from number ``first`` on, as one of that of all ``count``, the first dim."""
@@ -68,7 +72,13 @@ class Entry(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """This entry's part of a rank's tensor, in its memory."""
+        tensor = tensor.unflatten(-1, (-1, self.experts)) if self.experts else tensor
         return tensor if self.rows is None else tensor[self.rows]
+
+    def joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        """A rank's tensor, made of the pieces of all of its entries, of which this is the first."""
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+        return whole.flatten(-2) if self.experts and whole.dim() == len(self.sizes) else whole
 
     def saved(self, piece: Tensor) -> Tensor:
         """This rank's piece as what it is a piece of."""
@@ -112,6 +122,7 @@ class Layout:
         self.fused = _fused_parameters(model)
         self.shares = _etp_shares(model)
         self.experts = _expert_shares(model)
+        self.histories = _expert_histories(model)
 
     def of(self, key: str, tensor: Tensor) -> list[Entry]:
         """Lists the entries of a parameter or buffer, which says itself how it is cut."""
@@ -120,6 +131,8 @@ class Layout:
         size, lengths = (self.group.size, tensor.partition_parts) if sharded else (1, (0,))  # type: ignore[attr-defined]
         share = _fsdp_share(key, tensor) if isinstance(tensor, DTensor) else self.shares.get(tensor)
         own, parts = tuple(local_rows(tensor).shape), self.fused.get(key)
+        if tensor in self.histories:
+            return [self._history(key, own, self.histories[tensor])]
         if parts is None and len(lengths) == 1:
             entry = self._entry(key, None, own, dim, lengths[0], share)
             return [entry if tensor not in self.experts else entry.among(*self.experts[tensor])]
@@ -135,6 +148,12 @@ class Layout:
             sizes = rows.stop - rows.start, *own[1:]
             entries.append(self._entry(f"{key}.{name}", rows, sizes, dim, length * size, part))
         return entries
+
+    def _history(self, key: str, own: tuple[int, ...], share: ExpertShare) -> Entry:
+        """Views a history [..., slots G] as [..., slots, G], a rectangle of that of all experts."""
+        sizes = *own[:-1], own[-1] // share.own, share.own
+        offsets = *[0] * len(own), share.first
+        return Entry(key, None, offsets, sizes, (*sizes[:-1], share.all), share.own < share.all, share.own)
 
     def _entry(
         self, key: str, rows: slice | None, sizes: tuple[int, ...], dim: int | None, extent: int, share: Share | None
@@ -167,6 +186,16 @@ def _expert_shares(model: nn.Module) -> dict[Tensor, tuple[int, int]]:
         for layer in model.modules()
         if isinstance(layer, GroupedLinear) and layer.ep_group.size > 1
         for parameter in layer.parameters(recurse=False)
+    }
+
+
+def _expert_histories(model: nn.Module) -> dict[Tensor, ExpertShare]:
+    """Finds the buffers of delayed scaling of grouped linears, and which experts they are of."""
+    return {
+        buffer: history.share
+        for history in model.modules()
+        if isinstance(history, AmaxHistory) and history.share is not None
+        for buffer in history.buffers()
     }
 
 
@@ -349,7 +378,7 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, stric
         entries = layout.of(key, value) if isinstance(value, Tensor) else []
         pieces = [each.local(left.pop(each.key)) for each in entries if each.key in left]
         if pieces and len(pieces) == len(entries):
-            local[key] = sharded_like(value, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+            local[key] = sharded_like(value, entries[0].joined(pieces))
     return model.load_state_dict(local | left, strict)  # for what is left the model may have no place yet
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,10 +13,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from minifloat import GroupedMLP, autocast
+from minifloat import DelayedScaling, GroupedMLP, Linear, autocast
 from minifloat.comm.collectives import Pending
+from minifloat.distributed import parallelize
 from minifloat.formats import Format
 from minifloat.functional import Routing, experts, sort_by_expert
 from minifloat.functional.expert_parallel import form_of
@@ -175,6 +178,58 @@ def test_all_tokens_go_to_one_expert(rank: int, size: int, recipe: str) -> list[
     return compare(rank, size, {"recipe": recipe}, skewed=True, steps=2)
 
 
+DELAYED = DelayedScaling(amax_history_len=2)
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, None], ids=["own recipe", "autocast"])
+@on_ranks(2, 3)
+def test_delayed_scaling(rank: int, size: int, recipe: Any) -> list[str]:
+    """Of steps with scales that differ by expert; other linears' histories are reduced along with these."""
+    torch.manual_seed(3)
+    whole = nn.ModuleList([GroupedMLP(E, H, F, recipe=recipe, dtype=BF16), Linear(H, H, recipe=recipe, dtype=BF16)])
+    own = nn.ModuleList([GroupedMLP(E, H, F, recipe=recipe, dtype=BF16, ep_group=dist.group.WORLD), whole[1]])
+    own.load_state_dict(whole.state_dict())
+    count, wrong = E // size, []
+    for step in range(4):
+        tokens = 11 * size
+        x, dy, p = ragged(tokens, H), ragged(tokens, H), torch.rand(tokens, K)
+        indices = choices(tokens)
+        at = slice(11 * rank, 11 * rank + 11)
+        results = []
+        for layers, rows in ((whole, slice(None)), (own, at)):
+            with autocast(enabled=recipe is None, recipe=DELAYED):
+                run = Run(layers[0], x[rows], p[rows], dy[rows], sort_by_expert(indices[rows], E))  # type: ignore[arg-type]
+                layers[1](x[rows]).sum().backward()
+                results.append(run())
+        for name, theirs, mine in zip(("Y", "dX", "dp"), *results, strict=True):
+            wrong += [] if torch.equal(mine, theirs[at]) else [f"{name} in step {step}"]
+        for name, mine in own[0].named_buffers():
+            theirs = whole[0].get_buffer(name).unflatten(-1, (-1, E))[..., rank * count : (rank + 1) * count]
+            wrong += [] if torch.equal(mine.view_as(theirs), theirs) else [f"{name} after step {step}"]
+        for name, mine in own[0].named_parameters():
+            theirs = whole[0].get_parameter(name)
+            wrong += [] if torch.equal(mine.grad, theirs.grad) else [f"gradient of {name} in step {step}"]  # type: ignore[arg-type]
+    scales = whole[0].fc1.forward_scaling.scale[:E].view(size, count)  # type: ignore[union-attr, index]
+    return wrong + ([] if len({*map(tuple, scales.tolist())}) == size else ["ranks have equal scales"])
+
+
+@on_ranks(2)
+def test_delayed_scaling_of_all_loads(rank: int, size: int) -> list[str]:
+    """What one process has becomes each rank's part, by ``load_state_dict`` or ``parallelize``."""
+    whole = GroupedMLP(E, H, F, recipe=DELAYED)
+    for value, buffer in enumerate(whole.buffers()):
+        buffer.copy_(torch.arange(1.0, buffer.numel() + 1).view_as(buffer) + value)
+    own = GroupedMLP(E, H, F, recipe="current", ep_group=dist.group.WORLD)
+    own.load_state_dict(whole.state_dict())
+    shared = copy.deepcopy(whole)
+    parallelize(shared, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
+    at, wrong = slice(rank * E // size, (rank + 1) * E // size), []
+    for name, theirs in whole.named_buffers():
+        part = theirs.unflatten(-1, (-1, E))[..., at].flatten(-2)
+        wrong += [name for each in (own, shared) if not torch.equal(each.get_buffer(name), part)]
+    return wrong
+
+
 def freeze(mlp: GroupedMLP) -> None:
     mlp.requires_grad_(False)
 
@@ -284,7 +339,6 @@ def test_mistakes(rank: int, size: int) -> list[str]:
     """Each is named on all ranks, which can go on."""
     x, indices = torch.randn(4, H), choices(4)
     group = dist.group.WORLD
-    mlp = GroupedMLP(E, H, F, ep_group=group, recipe="delayed")
     others = GroupedMLP(E, H, F, ep_group=group, recipe="current" if rank else "mxfp8")
     sources = GroupedMLP(E, H, F, ep_group=group, recipe=CODES["block"] if rank else "block")
     plain = GroupedMLP(E, H, F, ep_group=group)
@@ -296,7 +350,6 @@ def test_mistakes(rank: int, size: int) -> list[str]:
     step("block")
     cases: list[tuple[str, Callable[[], Any]]] = [
         (f"7 experts cannot be shared out over {size} ranks", lambda: GroupedMLP(7, H, F, ep_group=group)),
-        ("delayed scaling", lambda: mlp(x, sort_by_expert(indices, E))),
         ("the routing is of 4 tokens", lambda: others(x[:3], sort_by_expert(indices, E))),
         ("m_splits has 7 numbers", lambda: others(x, sort_by_expert(indices, 7))),
         ("different recipes", lambda: others(x, sort_by_expert(indices, E))),

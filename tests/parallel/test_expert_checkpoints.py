@@ -51,8 +51,13 @@ def make(seed: int, way: str, mesh: Any) -> nn.Sequential:
     mixture = {"expert_etp_group": mesh["rows"]} if rows else {}
     model = nn.Sequential(
         MoE(H, F, E, shared_ffn_hidden_size=F, bias=True, **ranks, **mixture),
-        GroupedMLP(E, H, F, bias=True, single_grouped_weight=True, **ranks, **rows),
+        GroupedMLP(E, H, F, bias=True, single_grouped_weight=True, recipe="delayed", **ranks, **rows),
     )
+    for name, buffer in model[1].named_buffers():  # of all experts the same numbers, whoever has them
+        first, count = model[1].fc1.first_expert, model[1].fc1.num_gemms
+        slots, length = buffer.shape[-1] // count, buffer.numel() // buffer.shape[-1]
+        drawn = torch.rand(length, slots, E, generator=torch.Generator().manual_seed(seed))
+        buffer.copy_(drawn[..., first : first + count].reshape(buffer.shape) + len(name))
     if "fsdp" in way:
         for layer in (model[0].experts, model[1]):
             fully_shard(layer, mesh=mesh["rows"])

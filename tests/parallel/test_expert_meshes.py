@@ -223,7 +223,6 @@ def refuse(rank: int, size: int) -> dict[str, tuple[str, bool]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     odd, other_kind = GroupedMLP(5, H, F), GroupedMLP(E, H, F)
     other_kind.fc1 = nn.Linear(H, 2 * F)  # type: ignore[assignment]
-    delayed = GroupedMLP(E, H, F, recipe="delayed")
     fused = GroupedMLP(E, H, F, fuse_wgrad_accumulation=True)
     made = GroupedMLP(E, H, F, ep_group=mesh["ep"])
     ignoring = copy.deepcopy(made)
@@ -235,7 +234,6 @@ def refuse(rank: int, size: int) -> dict[str, tuple[str, bool]]:
     calls: dict[str, tuple[nn.Module, Any]] = {
         "odd": (odd, lambda m: parallelize(m, mesh)),
         "not grouped": (other_kind, lambda m: parallelize(m, mesh)),
-        "delayed": (delayed, lambda m: parallelize(m, mesh)),
         "fused": (fused, lambda m: parallelize(m, mesh)),
         "made elsewhere": (made, lambda m: parallelize(m, other)),
         "made, no ep": (made, lambda m: parallelize(m, mesh["dp"])),
@@ -279,7 +277,6 @@ def test_refusals_change_nothing(worker_pool: Pools) -> None:
     wanted = {
         "odd": "has 5 experts, which 2 ranks of 'ep' cannot share alike",
         "not grouped": "fc1 is a Linear, whose experts cannot be shared out",
-        "delayed": "fc1 has delayed scaling",
         "fused": "fc1 has fuse_wgrad_accumulation",
         "made elsewhere": "fc1 was made with an ep_group of 2 ranks, which are no dim 'ep'",
         "made, no ep": "fc1 was made with an ep_group of 2 ranks",

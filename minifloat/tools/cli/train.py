@@ -196,8 +196,8 @@ def check_experts(ep: int | None, sizes: ModelConfig | HuggingFace, names: tuple
     delayed = next((name for name in names if ep > 1 and isinstance(recipe_of(name), DelayedScaling)), None)
     if delayed is not None:
         raise ValueError(
-            f"--ep {ep} and the recipe {delayed}: delayed scaling reduces the histories of all ranks together, which "
-            "are of different experts; choose --recipe current or a recipe of blocks, or --etp in place of --ep"
+            f"--ep {ep} and the recipe {delayed}: delayed scaling has other histories on each rank, which checkpoints "
+            "of this command lack; choose --recipe current or a recipe of blocks, or --etp in place of --ep"
         )
 
 
