@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minifloat import backends
 from minifloat.arguments import shown
-from minifloat.formats import COLUMNWISE, Format
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed, grouped, new, quantize
 from minifloat.ops.log import library
@@ -48,12 +48,22 @@ class OperandLayout(NamedTuple):
         layouts: format and dim of each cast, as :meth:`Quantizer.layouts` gives them.
         row, column: which of them serves which orientation, or -1.
         columnwise_from_rowwise: casts the columnwise operand of the first one's values, where it is made of them.
+        column_format: its format then.
     """
 
     layouts: Layouts
     row: int
     column: int
     columnwise_from_rowwise: Callable[..., Quantized] | None = None
+    column_format: Format | None = None
+
+    @property
+    def of_groups(self) -> OperandLayout:
+        """That of groups, of which kernels cast strips along the rows and from their values those along the columns."""
+        fmt = self.layouts[0][0] if self.column_format is not None else None
+        if fmt is None or fmt != self.column_format or fmt.symmetric or not quantize.casts_blocks(fmt):
+            return self
+        return OperandLayout(((fmt, ROWWISE), (fmt, COLUMNWISE)), self.row, 1)
 
     def operands(
         self, outputs: Iterator[Output], shape: tuple[int, int], dtype: torch.dtype, values: Tensor | None = None,
@@ -105,6 +115,10 @@ class Casts:
         wanted: of each tensor.
         k_major: codes are laid out as GEMMs on CUDA read them.
         emit_bf16: dims along which operands are for one emulated product: kernels may write them as bf16 values.
+
+    Attributes:
+        how: formats, dims and memory orders of the casts of groups.
+        chained: the second of these is of the values of the first.
     """
 
     def __init__(self, wanted: Sequence[TensorCasts], k_major: bool = False, emit_bf16: Sequence[int] = ()) -> None:
@@ -140,6 +154,10 @@ class Casts:
                     if fmt.scale_rule == "two_level" and numbers[twin] not in self._read:
                         self._read.append(numbers[twin])
         self.how = request.formats, request.dims, request.k_major
+        self._of_groups = wanted[0].operand_layout.of_groups if len(wanted) == 1 else None
+        self.chained = self._of_groups is not None and self._of_groups is not wanted[0].operand_layout
+        if self.chained:
+            self.how = request.formats * 2, [ROWWISE, COLUMNWISE], request.k_major * 2
         self.columns_k_major = all(order for dim, order in zip(*self.how[1:], strict=True) if dim == COLUMNWISE)
         self._nothing: list[Tensor | None] = [None] * len(self._sources)
         self.takes_scales = any(takes for _, _, takes in self._sources)
@@ -198,17 +216,18 @@ class Casts:
             rows: int32 [M], the rows of ``x`` that are cast in lieu of all.
             made: the casts of ``x``, if the kernel that computed it has made them; its values are not read then.
         """
-        x, request, layout = as_matrix(x), self.request, self.wanted[0].operand_layout
+        x, request, layout = as_matrix(x), self.request, self._of_groups
+        assert layout is not None
         amaxes = [amax] * len(request.amax_of) if amax is not None else []
         if request.amax_of and not amaxes:
             amaxes = grouped.grouped_amax(x, offsets, request.amax_formats, request.amax_dims)
         given = [
             scales if takes_scale else None if own < 0 else amaxes[own]
             for (_, _, takes_scale), own in zip(self._sources, request.own_level, strict=True)
-        ]
+        ] * (1 + self.chained)
         if given and not made:
             rng = grouped.draw_seeds(offsets) if self._stochastic else None
-            made = grouped.grouped_cast(x, offsets, given, rng, *self.how, rows)
+            made = grouped.grouped_cast(x, offsets, given, rng, *self.how, rows, self.chained)
         outputs: Iterator[Any] = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
         if layout.columnwise_from_rowwise is not None:
             chained = partial(layout.columnwise_from_rowwise, gemm_ready=self._k_major, offsets=offsets)

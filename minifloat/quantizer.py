@@ -137,7 +137,8 @@ class Quantizer:
             return OperandLayout(layouts, 0, 1)
         row = 0 if self.rowwise and layouts else -1
         if self.chained:
-            return OperandLayout(layouts, row, -1, Quantizer(self.format(COLUMNWISE), rowwise=False).cast)
+            column = self.format(COLUMNWISE)
+            return OperandLayout(layouts, row, -1, Quantizer(column, rowwise=False).cast, column)
         serves_columns = self.columnwise and len(layouts) == 1 and (row < 0 or layouts[0][0].symmetric)
         return OperandLayout(layouts, row, 0 if serves_columns else -1)
 

@@ -238,7 +238,7 @@ def casts_in_kernel(cast: RoleCasts) -> bool:
     fmt = one_format(cast.quantizers[0])
     # With given scales no kernel writes columnwise codes in another order.
     given = fmt is not None and fmt.scale_rule == "given" and cast.prepared.columns_k_major
-    return given or (fmt is not None and casts_blocks(fmt))
+    return given or cast.prepared.chained or (fmt is not None and casts_blocks(fmt))
 
 
 # ---- MLPs ----
@@ -392,7 +392,7 @@ def act_operands(
         y, amax = forward(h, probabilities, offsets, None, *how, one := measures_amax(cast.quantizers[0]), *VALUES)
         return cast.of_groups(y, offsets, delayed_call, scales, amax=amax if one else None)
     scales = cast.group_scales(delayed_call, scales)
-    made = forward(h, probabilities, offsets, scales, *how, False, *cast.prepared.how)
+    made = forward(h, probabilities, offsets, scales, *how, False, *cast.prepared.how, cast.prepared.chained)
     return cast.of_groups(h[:, : out_columns(of.name, h.shape[1])], offsets, delayed_call, scales, made=made)
 
 
@@ -412,5 +412,6 @@ def dact_operands(
         operands = cast.of_groups(dh, offsets, delayed_call, amax=amax if one else None)
         return operands, dp, dh if with_value else None
     scales = cast.group_scales(delayed_call)
-    *made, dp = grouped_activation_backward(da, h, probabilities, offsets, scales, *how, False, *cast.prepared.how)
+    casts = *cast.prepared.how, cast.prepared.chained
+    *made, dp = grouped_activation_backward(da, h, probabilities, offsets, scales, *how, False, *casts)
     return cast.of_groups(h, offsets, delayed_call, scales, made=made), dp, None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat import DelayedScaling, GroupedMLP, Linear, autocast
 from minifloat.comm.collectives import Pending
@@ -263,6 +264,35 @@ def test_bytes_of_dispatch(rank: int, size: int) -> list[str]:
         if len(ratios) != 4 or max(ratios[0], ratios[2]) > most:  # others are of the rows that are received
             wrong.append(f"{recipe}: {ratios}")
     return wrong
+
+
+class CountCasts(TorchDispatchMode):
+    """What casts and what reads codes back, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("minifloat::")
+        if name in ("cast", "grouped_cast", "grouped_dequantize", "amax", "grouped_amax"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+@on_ranks(2)
+def test_casts_of_codes_that_travel(rank: int, size: int, recipe: str) -> list[str]:
+    """Two a direction, of tokens and of what arrived: the activation's kernel casts the rest, columnwise too."""
+    mlp = GroupedMLP(E, 128, 128, dtype=BF16, recipe=CODES[recipe], ep_group=dist.group.WORLD)
+    x, routing = torch.randn(8, 128).to(BF16).requires_grad_(), sort_by_expert(choices(8), E)
+    mlp(x, routing, True).sum().backward()  # casts weights
+    with CountCasts() as forward:
+        y = mlp(x, routing, False)
+    with CountCasts() as backward:
+        y.sum().backward()
+    expected = ["cast", "grouped_dequantize", "grouped_cast"]
+    return [f"{each.found}" for each in (forward, backward) if each.found != expected]
 
 
 @contextmanager

@@ -109,11 +109,15 @@ def test_gradients(act: Activation, kernels: bool, device: torch.device) -> None
         assert_same_bits(without, ones)
 
 
-def check_casts(found: Sequence[Tensor], y: Tensor, offsets: Tensor, *how: Any) -> None:
-    """They are those of ``y``, bit for bit."""
+def check_casts(found: Sequence[Tensor], y: Tensor, offsets: Tensor, *how: Any, chained: bool = False) -> None:
+    """They are those of ``y``, bit for bit; ``chained``: of the values of the rowwise codes the columnwise ones."""
     scales, formats, dims, k_major = how
     given = [scales] * len(formats)
     expected = grouped.grouped_cast.reference(y, offsets, given, None, formats, dims, k_major)
+    if chained:
+        values = grouped.grouped_dequantize.reference(*expected[:2], None, offsets, formats[0], -1, *y.shape, y.dtype)
+        column = [each[1:] for each in (given, formats, dims, k_major)]
+        expected[3:] = grouped.grouped_cast.reference(values, offsets, column[0], None, *column[1:])
     for i, (spec, dim) in enumerate(zip(formats, dims, strict=True)):
         places = (layout.own_rows(name, parse(spec), dim, offsets.tolist()) for name in layout.NAMES[:2])
         for codes, grid in zip(*places, strict=True):
@@ -145,6 +149,30 @@ def test_casts_are_those_of_the_values(spec: str, counts: tuple[int, ...], kerne
         torch.testing.assert_close(total, sums, rtol=1e-4, atol=1e-3)
 
 
+@IMPLEMENTATIONS
+@EACH_COUNTS
+@pytest.mark.parametrize("spec", ["e4m3/1x128/pow2", "e5m2/1x128/fp32", "e4m3/1x32/e8m0", "e2m1/1x32/e8m0"])
+def test_chained_casts(spec: str, counts: tuple[int, ...], kernels: bool, device: torch.device) -> None:
+    """The columnwise codes are of what the rowwise ones stand for, which casts of the values are not."""
+    wide = max(parse(spec).block, 96 if parse(spec).packed else 32)
+    for act, columns, k_major in ((SWIGLU, wide, True), (RELU, 37, False)):
+        x, dy, p, offsets = inputs(act, counts, columns, device)
+        if sum(counts):  # rows of very different sizes, a NaN, and an infinity
+            x[: sum(counts)] *= torch.exp2(torch.arange(sum(counts), device=device) % 13 - 6)[:, None].bfloat16()
+            x[3, 5], dy[7, 5] = torch.nan, torch.inf
+        how = [spec] * 2, BOTH, [k_major] * 2
+        arguments: Any = x, p, offsets, None, act.name, act.parameters, False
+        y, _ = run("", kernels, *arguments, *VALUES)
+        casts = run("", kernels, *arguments, *how, True)
+        check_casts(casts, y, offsets, None, *how, chained=True)
+        dx, _, _ = run("_backward", kernels, dy, *arguments, *VALUES)
+        *made, _ = run("_backward", kernels, dy, *arguments, *how, True)
+        check_casts(made, dx, offsets, None, *how, chained=True)
+        if sum(counts):
+            with pytest.raises(AssertionError):
+                check_casts(casts, y, offsets, None, *how)
+
+
 def test_strided_probabilities(device: torch.device) -> None:
     """A column of a matrix, and one for all rows: a kernel reads neither what is between nor what is behind."""
     x, dy, p, offsets = inputs(SWIGLU, (2, 5), 16, device)
@@ -173,11 +201,12 @@ def test_launches(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec, shared",
-    [(None, False), ("e4m3/tensor/given", False), ("e4m3/1x128/pow2", False), ("e4m3/1x128/pow2", True),
-     ("e4m3/1x32/e8m0", False)],
+    "spec, shared, chained",
+    [(None, False, False), ("e4m3/tensor/given", False, False), ("e4m3/1x128/pow2", False, False),
+     ("e4m3/1x128/pow2", True, False), ("e4m3/1x32/e8m0", False, False), ("e4m3/1x128/pow2", False, True),
+     ("e4m3/1x32/e8m0", False, True)],
 )  # fmt: skip
-def test_compiled(spec: str | None, shared: bool) -> None:
+def test_compiled(spec: str | None, shared: bool, chained: bool) -> None:
     """For sm_90: accesses are wide, and nothing is kept in local memory."""
     bf16, fp32, codes = ((dtype, torch.int64) for dtype in (torch.bfloat16, torch.float32, torch.uint8))
     outputs: Any = bf16, fp32, fp32, bf16, fp32, fp32
@@ -197,8 +226,8 @@ def test_compiled(spec: str | None, shared: bool) -> None:
         measured = spec is None or spec.endswith("given")
         bias = (False,) if kernel is activation_kernels.BACKWARD else ()
         constants = (
-            0, "swish", 1.0, None, 0.0, True, *out.constants, True, True, *bias, False, measured, True, choice.rows,
-            choice.cols, out.layouts(choice),
+            0, "swish", 1.0, None, 0.0, True, *out.constants, True, True, *bias, False, chained, measured, True,
+            choice.rows, choice.cols, out.layouts(choice),
         )  # fmt: skip
         compiled = compile_for(
             kernel.function_for(constants), *read, *outputs, *integers, *constants, num_warps=choice.warps,

@@ -234,13 +234,13 @@ def test_compiled_for_sm_90(name: str) -> None:
     for value, kind in ((True, "activation"), (False, "activation_columnwise")):
         tile, target = kernels.tile(kind, torch.device("cpu")), BF16 if value else u8
         how = kernels.VALUE if value else how_given("e4m3")
-        constants = (1, *formula, *how, False, False, True, True, True, tile.rows, tile.cols, None)
+        constants = (1, *formula, *how, False, False, True, False, True, True, tile.rows, tile.cols, None)
         tensors = (BF16, BF16, FP32, *[target, FP32, FP32] * 2)
         check_compiled(kernels.activation_kernel, tensors, constants, tile.warps)
     for value, kind in ((True, "activation_backward_bias"), (False, "activation_backward_columnwise")):
         tile, target = kernels.tile(kind, torch.device("cpu")), BF16 if value else u8
         how = kernels.VALUE if value else how_given("e5m2")
-        constants = (1, *formula, *how, not value, False, True, True, True, True, tile.rows, tile.cols, None)
+        constants = (1, *formula, *how, not value, False, True, True, False, True, True, tile.rows, tile.cols, None)
         tensors = (BF16, BF16, BF16, FP32, FP32, *[target, FP32, FP32] * 2)
         check_compiled(kernels.activation_backward_kernel, tensors, constants, tile.warps)
 

@@ -311,7 +311,7 @@ def test_activations_compiled_for_sm_90(spec: str, with_layouts: bool) -> None:
         tile = fused_tile(name, None, x, (128, 128), fmt, BOTH)[0]
         if with_layouts and tile.cols < 128:
             tile = Tile(32, 128, 2)
-        constants = (1, *formula, *how, True, False, *bias, True, False, True, tile.rows, tile.cols)
+        constants = (1, *formula, *how, True, False, *bias, True, False, False, True, tile.rows, tile.cols)
         chosen = layouts(tile, fmt.block, wanted[2]) if with_layouts else None
         assert with_layouts == (chosen is not None)
         tensors = [*[(each,) for each in (*reads, *casts)], BF16]

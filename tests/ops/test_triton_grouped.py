@@ -208,6 +208,22 @@ def test_rows_by_index_by_a_rule_without_a_kernel(device: torch.device) -> None:
         assert_same_bits(mine, other)
 
 
+@pytest.mark.parametrize("spec", ["e4m3/1x128/fp32", "e5m2/1x32/e8m0", "e2m1/1x32/e8m0"])
+def test_chained(spec: str, device: torch.device) -> None:
+    """Columnwise codes of what the rowwise ones stand for, in one launch, of rows as they lie and by index."""
+    x, rows, offsets = tokens_of((5, 0, 18), 136, device)
+    how = [spec] * 2, BOTH, [True] * 2
+    for source, index in ((x.index_select(0, rows), None), (x, rows)):
+        arguments = source, offsets, [None] * 2, None, *how, index, True
+        with count_launches() as launches:
+            found = casts.cast(*arguments)
+        assert launches == {"group_table_kernel": 1, "grouped_cast_kernel": 1}
+        for i, (mine, wanted) in enumerate(zip(found, grouped.grouped_cast.reference(*arguments), strict=True)):
+            places = layout.own_rows(layout.NAMES[i % 3], parse(spec), BOTH[i // 3], offsets.tolist())
+            for place in places if mine.numel() else ():
+                assert_same_bits(mine[place].contiguous(), wanted[place].contiguous())
+
+
 def test_launches_of_rows_by_index(device: torch.device) -> None:
     """Whatever the number of groups."""
     for counts in ((12,), (1,) * 12):
@@ -232,7 +248,7 @@ def test_rows_by_index_compiled(spec: str, shared: bool) -> None:
     how = True, True, fmt.block != 32, fmt.block, fmt.tile, fmt.encoding, fmt.max, fmt.scaling, 0.0, 3.0e38
     out = Outputs((), how, format=fmt, dims=BOTH, shared=shared)
     choice = out.tile("cast", 2048, torch.device("cpu"))
-    constants = *how, True, False, True, choice.rows, choice.cols, out.layouts(choice)
+    constants = *how, True, False, False, True, choice.rows, choice.cols, out.layouts(choice)
     compiled = compile_for(
         casts.KERNEL.function_for(constants), bf16, (torch.int32, torch.int64), fp32,
         *[codes, scales, fp32] * 2, torch.int32, (torch.int64,), *[7] * 7, *constants,

@@ -231,6 +231,7 @@ def _column_sum(dx: Tensor, wanted: bool) -> Tensor:
 def grouped_activation(
     x: Tensor, probabilities: Tensor | None, offsets: Tensor, scales: Tensor | None, name: str,
     parameters: Sequence[float], with_amax: bool, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
+    chained: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """y [M, N] of ``x`` [M, N], or [M, 2 N] if the activation is gated, and its amaxes; or what ``grouped_cast`` gives.
 
@@ -243,13 +244,14 @@ def grouped_activation(
         scales: fp32 [G], those that casts are given.
         with_amax: measure the amax of each group of values, fp32 [G]; else it is [0].
         formats: one format: of the rule "given", with columnwise codes ``k_major``, or of ``quantize.casts_blocks``.
+        chained: as of ``grouped_cast``.
     """
     out_columns(name, x.shape[1])
     y = forward(x.float(), name, parameters)
     if probabilities is not None:
         y = y * probabilities.float()[:, None]
     y = torch.where(_some_groups(x, offsets), y, 0.0).to(x.dtype).contiguous()
-    return _results(y, offsets, scales, with_amax, formats, dims, k_major)
+    return _results(y, offsets, scales, with_amax, formats, dims, k_major, chained)
 
 
 @grouped_activation.fake
@@ -261,6 +263,7 @@ def _(x: Tensor, _p: Any, offsets: Tensor, _s: Any, name: str, _parameters: Any,
 def grouped_activation_backward(
     dy: Tensor, x: Tensor, probabilities: Tensor | None, offsets: Tensor, scales: Tensor | None, name: str,
     parameters: Sequence[float], with_amax: bool, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
+    chained: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """dx and its amaxes, or its casts; and then the gradients of the probabilities, fp32 [M], or [0] without them.
 
@@ -273,7 +276,7 @@ def grouped_activation_backward(
         sums = torch.where(present, incoming * forward(x.float(), name, parameters), 0.0).sum(1)
         incoming = incoming * probabilities.float()[:, None]
     dx = torch.where(present, backward(incoming, x.float(), name, parameters), 0.0).to(x.dtype).contiguous()
-    return [*_results(dx, offsets, scales, with_amax, formats, dims, k_major), sums]
+    return [*_results(dx, offsets, scales, with_amax, formats, dims, k_major, chained), sums]
 
 
 @grouped_activation_backward.fake
@@ -284,16 +287,17 @@ def _(
 
 
 def _results(y: Tensor, offsets: Tensor, scales: Tensor | None, with_amax: bool, *how: Any) -> list[Tensor]:
-    formats = how[0]
-    if formats:
-        return grouped.grouped_cast.reference(y, offsets, [scales] * len(formats), None, *how)
+    *how_cast, chained = how
+    if how[0]:
+        given = [scales] * len(how[0])
+        return grouped.grouped_cast.reference(y, offsets, given, None, *how_cast, None, chained)
     none = y.new_empty(0, dtype=torch.float32)
     return [y, grouped.grouped_amax.reference(y, offsets, [Format().spec], [ROWWISE])[0] if with_amax else none]
 
 
 def _empty_results(x: Tensor, columns: int, offsets: Tensor, with_amax: bool, *how: Any) -> list[Tensor]:
     if how[0]:
-        return grouped.empty_casts(x[:, :columns], offsets, *how)
+        return grouped.empty_casts(x[:, :columns], offsets, *how[:3])
     amax = x.new_empty(offsets.shape[0] - 1 if with_amax else 0, dtype=torch.float32)
     return [x.new_empty(x.shape[0], columns), amax]
 

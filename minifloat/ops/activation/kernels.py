@@ -169,7 +169,7 @@ def activation_kernel(
     NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    ROUND: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED_M: tl.constexpr, AMAX: tl.constexpr,
+    ROUND: tl.constexpr, WEIGHTED: tl.constexpr, ALIGNED_M: tl.constexpr, CHAINED: tl.constexpr, AMAX: tl.constexpr,
     ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
     """COUNT: 0 for groups of rows, 1 for a matrix."""
@@ -198,6 +198,7 @@ def activation_kernel(
         row_codes, row_scales, column_codes, column_scales,
         row_stride_m, row_stride_n, column_stride_m, column_stride_n,
         ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N, LAYOUTS, COUNT,
+        x.dtype.element_ty if CHAINED else None,
     )  # fmt: skip
 
 
@@ -210,8 +211,8 @@ def activation_backward_kernel(
     NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    ROUND: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ALIGNED_M: tl.constexpr, AMAX: tl.constexpr,
-    ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUTS: tl.constexpr,
+    ROUND: tl.constexpr, WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ALIGNED_M: tl.constexpr, CHAINED: tl.constexpr,
+    AMAX: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
     """``partials``: WEIGHTED for each row of a tile, the gradient of its probability; BIAS for each of its columns."""
     N = extent(N, ALIGNED_N)
@@ -266,6 +267,7 @@ def activation_backward_kernel(
             row_codes, row_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
             ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N, LAYOUTS, COUNT,
+            x.dtype.element_ty if CHAINED else None,
         )  # fmt: skip
     if AMAX and (COUNT == 1 or ELEMENT is not None or group < GROUPS):
         record_amaxes(row_amaxes, column_amaxes, order, group, magnitudes, ROW or ELEMENT is None, COLUMN, COUNT)
@@ -286,7 +288,7 @@ def _launch(
     aligned_m, *sizes = tile_constants(shape, choice, shared, k_major)
     integers = (shape[0],), shape[1], shape[0], 1, *scale_strides(out)
     kernel(
-        max(least, choice.count(shape)), [*tensors, reads[0]], integers, (1, *how, aligned_m, with_amax, *sizes),
+        max(least, choice.count(shape)), [*tensors, reads[0]], integers, (1, *how, aligned_m, False, with_amax, *sizes),
         choice.warps,
     )  # fmt: skip
 
@@ -376,7 +378,7 @@ def forward_groups(
     tensors = [(x, of_rows(x.shape[1])), wanted(probabilities, of_rows(1), x), wanted(scales, of_groups(1), x)]
     constants = 0, *formula(name, parameters), *out.constants, True, probabilities is not None, False
     launch_to(FORWARD, out, tensors, offsets, x.shape[0], columns, constants, choice)
-    return as_declared(outputs, *how)
+    return as_declared(outputs, *how[:3])
 
 
 def backward_groups(
@@ -402,7 +404,7 @@ def backward_groups(
     ]  # fmt: skip
     constants = 0, *formula(name, parameters), *out.constants, True, probabilities is not None, False, False
     launch_to(BACKWARD, out, tensors, offsets, M, columns, constants, choice)
-    return [*as_declared(outputs, *how), partial if probabilities is None else partial.sum(1)]
+    return [*as_declared(outputs, *how[:3]), partial if probabilities is None else partial.sum(1)]
 
 
 def _outputs(like: Tensor, offsets: Tensor, name: str, with_amax: bool, *how: Any) -> tuple[Outputs, list[Tensor]]:

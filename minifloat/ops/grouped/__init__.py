@@ -87,7 +87,7 @@ def empty_amaxes(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Seque
 @operation("grouped.casts:cast")
 def grouped_cast(
     x: Tensor, offsets: Tensor, given: Sequence[Tensor | None], rng: Tensor | None, formats: Sequence[str],
-    dims: Sequence[int], k_major: Sequence[bool], rows: Tensor | None = None,
+    dims: Sequence[int], k_major: Sequence[bool], rows: Tensor | None = None, chained: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Of each cast of ``x`` [M, K] codes, scales and amaxes, in the shapes of ``layout.py``.
 
@@ -100,6 +100,8 @@ def grouped_cast(
         rows: cast in lieu of ``x`` the matrix that :func:`gathered_amax` measures, which never stands in memory. The
             formats are one format with one amax or scale a group and columnwise codes ``k_major``, or one of
             ``quantize.casts_blocks``.
+        chained: there are two casts, to one format of ``quantize.casts_blocks``: rowwise, and columnwise of what the
+            first stands for, in the dtype of ``x``.
 
     Returns:
         The third is the groups' own amaxes, fp32 [G], where scales were given, else empty.
@@ -109,6 +111,9 @@ def grouped_cast(
     parts, outputs = _parts(x, known), list[Tensor]()
     for level, spec, dim, transposed in zip(given, formats, dims, k_major, strict=True):
         fmt = parse(spec)
+        if chained and outputs:
+            values = grouped_dequantize.reference(*outputs[:2], None, offsets, spec, ROWWISE, *x.shape, x.dtype)
+            parts = _parts(values, known)
         codes, scales, amax = empty_cast(x, offsets.numel() - 1, fmt, dim, transposed)
         for tensor in (codes, scales, amax):
             tensor.zero_()
@@ -127,7 +132,7 @@ def grouped_cast(
 @grouped_cast.fake
 def _(
     x: Tensor, offsets: Tensor, _given: Any, _rng: Any, formats: Any, dims: Any, k_major: Any,
-    rows: Tensor | None = None,
+    rows: Tensor | None = None, chained: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     return empty_casts(gathered(x, rows), offsets, formats, dims, k_major)
 

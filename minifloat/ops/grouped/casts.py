@@ -45,8 +45,8 @@ def grouped_cast_kernel(
     order, Ms, N, P, GROUPS, row_stride_m, row_stride_n, column_stride_m, column_stride_n,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    GATHERED: tl.constexpr, AMAX: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LAYOUTS: tl.constexpr,
+    GATHERED: tl.constexpr, CHAINED: tl.constexpr, AMAX: tl.constexpr, ALIGNED_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, LAYOUTS: tl.constexpr,
 ):  # fmt: skip
     N = extent(N, ALIGNED_N)
     group, M, place, first_m, first_n = tile_of(order, Ms, N, BLOCK_M, BLOCK_N)
@@ -65,7 +65,8 @@ def grouped_cast_kernel(
         held(values, LAYOUTS), scale, scale_inv, order, group, place, first_m, first_n, M, N, P, 0 * N, N,
         row_codes, row_scales, column_codes, column_scales,
         row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N, LAYOUTS,
+        ROW, COLUMN, K_MAJOR, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, ALIGNED_N, LAYOUTS, 0,
+        x.dtype.element_ty if CHAINED else None,
     )  # fmt: skip
 
 
@@ -166,16 +167,16 @@ def _line_amax(x: Tensor, offsets: Tensor, dim: int, found: Tensor) -> None:
 
 def cast(
     x: Tensor, offsets: Tensor, given: Sequence[Tensor | None], rng: Tensor | None, formats: Sequence[str],
-    dims: Sequence[int], k_major: Sequence[bool], rows: Tensor | None = None,
+    dims: Sequence[int], k_major: Sequence[bool], rows: Tensor | None = None, chained: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """As the operation; a rowwise cast and the columnwise one that follows it are one pass where ``gpu.cast`` is."""
     parsed, groups = [parse(spec) for spec in formats], offsets.numel() - 1
     if not all(map(gpu.casts, parsed)):
-        return grouped.grouped_cast.reference(x, offsets, given, rng, formats, dims, k_major, rows)
+        return grouped.grouped_cast.reference(x, offsets, given, rng, formats, dims, k_major, rows, chained)
     x, offsets = ready(x), offsets.contiguous()
-    if rows is not None or (groups and x.shape[1] and _is_one(given, parsed, dims, k_major)):
+    if rows is not None or chained or (groups and x.shape[1] and _is_one(given, parsed, dims, k_major)):
         gpu.check(x, given[0], parsed[0], dims[0])
-        out, made = casts_to(grouped.gathered(x, rows), offsets, formats, dims, k_major)
+        out, made = casts_to(grouped.gathered(x, rows), offsets, formats, dims, k_major, chained)
         level = None if given[0] is None else given[0].float()
         cast_to(out, x, rows, offsets, level)
         return as_declared(made, formats, dims, k_major)

@@ -167,11 +167,12 @@ def store_tile(
     row_stride_m, row_stride_n, column_stride_m, column_stride_n,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    ALIGNED_N: tl.constexpr, LAYOUTS: tl.constexpr, COUNT: tl.constexpr = 0,
+    ALIGNED_N: tl.constexpr, LAYOUTS: tl.constexpr, COUNT: tl.constexpr = 0, CHAINED: tl.constexpr = None,
 ):  # fmt: skip
     """Stores a ``tile`` that ``held`` returned, of the N columns from ``first`` on of a group [M, width], or its codes.
 
-    ``scale``, ``scale_inv``: of :func:`scale_of`; ``place``: of the tile in its group; ``P``: see ``store_codes``.
+    ``scale``, ``scale_inv``: of :func:`scale_of`; ``place``: of the tile in its group; ``P``: see ``store_codes``;
+    ``CHAINED``: see ``store_block_cast``.
     """
     GROUPED: tl.constexpr = COUNT == 0
     row_codes = pick_wide(row_codes, order, group, COUNT, ALIGNED_N)
@@ -196,7 +197,7 @@ def store_tile(
             tile, first_m, first + first_n, M, width, P,
             row_scales, row_codes, row_scales, column_scales, column_codes, column_scales,
             row_stride_m, row_stride_n, column_stride_m, column_stride_n,
-            ROW, COLUMN, K_MAJOR, GROUPED, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS,
+            ROW, COLUMN, K_MAJOR, GROUPED, False, BLOCK, TILE, ELEMENT, MAX, RULE, EPSILON, LARGEST, LAYOUTS, CHAINED,
         )  # fmt: skip
 
 
@@ -226,6 +227,7 @@ class Outputs(NamedTuple):
         dims: of the casts.
         shared: they go through shared memory, see ``quantize/job.py``.
         with_amax: amaxes are measured.
+        chained: the columnwise cast is of the values of the rowwise one.
     """
 
     tensors: tuple[Argument, ...]
@@ -237,6 +239,7 @@ class Outputs(NamedTuple):
     dims: Sequence[int] = ()
     shared: bool = False
     with_amax: bool = False
+    chained: bool = False
 
     def tile(self, kernel: str, columns: int, device: torch.device) -> Tile:
         """The tile of a kernel that casts as many ``columns``."""
@@ -260,12 +263,12 @@ def launch_to(
 
     Its arguments are ``tensors``, those of ``out``, the order of tiles, int32 [2, tiles], where a program finds its own
     in one load (:func:`tile_of`), sizes of groups, columns, rows of the memory of columnwise codes, number of groups,
-    strides of scales, ``constants``, AMAX, ALIGNED_N, BLOCK_M, BLOCK_N, LAYOUTS.
+    strides of scales, ``constants``, CHAINED, AMAX, ALIGNED_N, BLOCK_M, BLOCK_N, LAYOUTS.
     """
     groups, offsets = offsets.numel() - 1, offsets.contiguous()
     same = columns, out.stored, groups, *out.strides
     sizes = columns % out.unit == 0, choice.rows, choice.cols
-    constants = *constants, out.with_amax, *sizes, out.layouts(choice)
+    constants = *constants, out.chained, out.with_amax, *sizes, out.layouts(choice)
     arguments = [*tensors, *out.tensors]
     places = [number(0), *dict.fromkeys(place for _, place in arguments)]
     groups += out.constants is VALUE  # the rows that are no group's are one more
@@ -291,12 +294,12 @@ def values_to(y: Tensor, offsets: Tensor, with_amax: bool) -> tuple[Outputs, Ten
 
 
 def casts_to(
-    x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool], *,
-    can_share: bool = True,
+    x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
+    chained: bool = False, *, can_share: bool = True,
 ) -> tuple[Outputs, list[Tensor]]:  # fmt: skip
     """Memory for casts of a matrix as large as ``x``, all of one format, at most one along each dim.
 
-    ``can_share``: they may go through shared memory.
+    ``chained``: as of ``grouped_cast``; ``can_share``: they may go through shared memory, others than such.
     """
     assert len(set(formats)) == 1 and len(set(dims)) == len(dims), (formats, dims)
     fmt, groups, width = parse(formats[0]), offsets.numel() - 1, x.shape[1]
@@ -317,10 +320,11 @@ def casts_to(
         how = *how[:-1], FLT_MAX.value  # of a whole matrix scales may be larger
     # Rows, and halves of them, begin at multiples of 16 bytes, and so do columns of whatever number of rows.
     sizes = Aligned(False, width % 32 == 0, True)
-    shared = can_share and len(dims) == 2 and fmt.block == 128 and through_shared(x, fmt, True, any(k_major), sizes)
+    can_share = can_share and not chained and len(dims) == 2 and fmt.block == 128
+    shared = can_share and through_shared(x, fmt, True, any(k_major), sizes)
     stored, unit = column[0][0].shape[0], 32 if fmt.packed else 16
     with_amax = fmt.scale_rule == "given"
-    return Outputs((*row, *column), how, stored, tuple(strides), unit, fmt, dims, shared, with_amax), made
+    return Outputs((*row, *column), how, stored, tuple(strides), unit, fmt, dims, shared, with_amax, chained), made
 
 
 def as_declared(

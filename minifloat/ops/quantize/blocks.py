@@ -106,6 +106,18 @@ def grid_places(
 
 
 @triton.jit
+def restored(
+    codes, scale, ROWS: tl.constexpr, COLS: tl.constexpr, ELEMENT: tl.constexpr, RULE: tl.constexpr, TYPE: tl.constexpr
+):
+    """What a tile of codes and the grid of its scales stand for, rounded to TYPE, in fp32."""
+    BLOCK_M: tl.constexpr = codes.shape[0]
+    BLOCK_K: tl.constexpr = codes.shape[1]
+    values = tl.reshape(ELEMENT.kernels.decode(codes, ELEMENT), (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS))
+    values *= RULE.kernels.value(scale)[:, None, :, None]
+    return tl.reshape(values, (BLOCK_M, BLOCK_K)).to(TYPE).to(tl.float32)
+
+
+@triton.jit
 def held(values, LAYOUTS: tl.constexpr):
     """A tile of fp32 ``values`` as it is cast: with ``LAYOUTS``, in shared memory, in bf16, which they fit."""
     if LAYOUTS is None:
@@ -133,13 +145,14 @@ def store_block_cast(
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, ALIGNED_P: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
     ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr,
-    LAYOUTS: tl.constexpr = None,
+    LAYOUTS: tl.constexpr = None, CHAINED: tl.constexpr = None,
 ):  # fmt: skip
     """Casts a ``tile`` that :func:`held` returned and that begins at whole blocks of the matrix [M, K].
 
     Whatever made its values: a load, or a norm or activation of what was loaded. Outside of the matrix they are 0, -0
     or NaN, which no amax counts. ``..._levels`` are read if ``GIVEN``. ``P``, ``ALIGNED_P``: see ``store_codes``.
-    Codes of a pointer to bf16 are values.
+    Codes of a pointer to bf16 are values. ``CHAINED``: the columnwise cast is of the values of the rowwise codes,
+    rounded to this type; not with ``LAYOUTS``.
     """
     SHORT: tl.constexpr = BLOCK if TILE else 1
     GLUON: tl.constexpr = LAYOUTS is not None
@@ -161,7 +174,9 @@ def store_block_cast(
         where, inside = grid_places(scale, first_m, first_k, M, K, row_stride_m, row_stride_k, SHORT, BLOCK, GLUON)
         tl.store(row_scales + where, scale, mask=inside)
     if COLUMN:
-        if GLUON:
+        if CHAINED is not None:
+            values = restored(codes, scale, SHORT, BLOCK, ELEMENT, RULE, CHAINED)
+        elif GLUON:
             values = tile.load(LAYOUTS.column).to(tl.float32)
         if not TILE:
             codes, scale = cast_blocks(
