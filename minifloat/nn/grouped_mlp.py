@@ -19,7 +19,7 @@ from minifloat.functional.autograd import apply, as_output
 from minifloat.functional.expert_parallel import Dispatch, Plan, dispatch_of
 from minifloat.functional.experts import AheadFunction, GroupedMLPCall, GroupedMLPFunction, LocalExperts, Tokens
 from minifloat.functional.grouped import GroupLayout, check_groups, layout_of
-from minifloat.functional.norm_activation import Activation, activate
+from minifloat.functional.norm_activation import Activation, SavedActivation, activate
 from minifloat.functional.router import Routing, permute_probabilities, unpermute
 from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear
@@ -49,6 +49,8 @@ class GroupedMLP(parts.LayerOfParts):
             its own tokens. Gradients of experts are sums over the tokens of all ranks.
         recompute_activation: save the input of the activation, which its gradient needs anyway, and in backward
             recompute what fc2 reads of its result.
+        saved_activation: keep that input for backward in ``"mxfp8"`` or ``"mxfp4"`` and not as it is: the gradients of
+            the activation and of probabilities are those of these values, and so is what is recomputed.
 
     The kernel of the activation casts or finds amaxes, and its results are those of the parts one after the other, to
     the bit (``docs/layers.md`` has two exceptions). They do run so where one has no recipe, hooks, a
@@ -68,6 +70,7 @@ class GroupedMLP(parts.LayerOfParts):
         single_grouped_weight: bool = False,
         delay_wgrad_compute: bool = False,
         recompute_activation: bool = False,
+        saved_activation: SavedActivation | None = None,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         name: str | None = None,
@@ -79,7 +82,7 @@ class GroupedMLP(parts.LayerOfParts):
         self.ep_group = Group.of(ep_group)
         self.activation = Activation.of(activation, activation_params)
         self.num_experts, self.hidden_size = num_experts, hidden_size
-        self.recompute_activation = recompute_activation
+        self.recompute_activation, self.saved_activation = recompute_activation, saved_activation
         linear = partial(
             GroupedLinear, num_experts, bias=bias, single_grouped_weight=single_grouped_weight,
             single_grouped_bias=single_grouped_weight, delay_wgrad_compute=delay_wgrad_compute,
@@ -147,7 +150,8 @@ class GroupedMLP(parts.LayerOfParts):
         if recipes is not None:
             return self._run(x, LocalExperts(layout), is_first_microbatch, probabilities, None, *recipes)
         h = self.fc1(x, layout, is_first_microbatch)
-        a = activate(h, self.activation, probabilities, None if probabilities is None else layout.offsets)
+        offsets = None if probabilities is None else layout.offsets
+        a = activate(h, self.activation, probabilities, offsets, self.saved_activation)
         y: Tensor = self.fc2(a, layout, is_first_microbatch)
         return y
 
@@ -242,7 +246,7 @@ class GroupedMLP(parts.LayerOfParts):
         )  # fmt: skip
         if meanwhile is not None:
             meanwhile = partial(_in_grad_mode, torch.is_grad_enabled(), meanwhile)
-        mlp = GroupedMLPCall(self.activation, call1, call2, there.layout, meanwhile, [])
+        mlp = GroupedMLPCall(self.activation, call1, call2, there.layout, self.saved_activation, meanwhile, [])
         y = apply(GroupedMLPFunction, mlp, x.to(dtype), probabilities, w1, b1, w2, b2)
         if meanwhile is not None and y.requires_grad:
             y = apply(AheadFunction, y, mlp)
