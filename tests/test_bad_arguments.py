@@ -62,7 +62,7 @@ NAMES: dict[str, str] = {
         "single_grouped_weight single_grouped_bias batch_invariant force_load_balancing "
         "bias fuse_wgrad_accumulation delay_wgrad_compute save_original_input return_bias sequence_parallel "
         "check_finite return_layernorm_output zero_centered_gamma recompute_norm recompute_activation checkpoint "
-        "set_parallel_mode input_layernorm fuse_qkv_params rotary_pos_interleaved qk_norm_before_rope "
+        "set_parallel_mode input_layernorm output_layernorm fuse_qkv_params rotary_pos_interleaved qk_norm_before_rope "
         "parallel_attention_mlp apply_residual_connection_post_layernorm checkpoint_mlp save_memory "
         "shared_gate interleaved enabled calibrating tile preserve_high_precision_init_val check strict only_rank0 "
         "from_rank0 rowwise columnwise gemm_ready reduce_amax amax_per_row disable_rht "
@@ -103,7 +103,7 @@ NAMES: dict[str, str] = {
     "at least 0?": "expert_bias_rate",
     "above 0": "rotary_base block_scale_max scaling_factor",
     "above 0?": "capacity_factor softmax_scale softcap seq_len_interpolation_factor",
-    "fraction": "input_jitter_eps attention_dropout hidden_dropout label_smoothing",
+    "fraction": "drop_path_rate input_jitter_eps attention_dropout hidden_dropout label_smoothing",
     "at least 0, or inf": "max_norm",
     "text": "module_type",
     "text?": "name",

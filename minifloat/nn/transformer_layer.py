@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from minifloat.arguments import Count, Fraction, NonNegativeFloat, Probability, Size, checked
 from minifloat.comm.group import draw_apart
@@ -15,7 +16,15 @@ from minifloat.nn.fused_layers import LayerNormMLP
 from minifloat.nn.moe import LayerNormMoE
 from minifloat.nn.multihead_attention import AttentionOptions, MultiheadAttention
 from minifloat.nn.options import check_tensor, chosen, place
-from minifloat.nn.parts import BlockOptions, LayerOfLinears, Normalization, call_on_stream, part_name
+from minifloat.nn.parts import (
+    NORMS,
+    BlockOptions,
+    LayerOfLinears,
+    Normalization,
+    call_norm,
+    call_on_stream,
+    part_name,
+)
 from minifloat.recompute import exchange_of
 
 _RANKS = "tp_group", "tp_size", "tp_mesh"
@@ -62,10 +71,14 @@ class TransformerLayer(LayerOfLinears):
         save_memory: backward recomputes what linears read, from what norms, attention and activation save anyway:
             ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts, experts too.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
+        drop_path_rate: stochastic depth: the probability with which a sample of the batch goes past attention, and past
+            the MLP, each by itself. Not with the format ``thd``, where the layer sees no samples.
         layer_type: ``"encoder"``, or ``"decoder"``: attention to ``encoder_output`` stands between the two, with
             ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal``.
         parallel_attention_mlp: the MLP reads X too, not what attention made of it.
         apply_residual_connection_post_layernorm: results are added to what the norm gives, not to what it takes.
+        output_layernorm: a norm ``layernorm`` is the last thing in the layer, and self attention has none before it; of
+            that attention the result is added to X.
         name: recipes and errors call the linears ``name.self_attention.qkv``, ``name.layernorm_mlp.fc1`` and so on;
             default ``layer`` and the ``layer_number``, if that is given.
         sequence_parallel: the residual stream is split too: X and Y [s, b, hidden_size] are this rank's positions, and
@@ -73,7 +86,7 @@ class TransformerLayer(LayerOfLinears):
 
     Raises:
         ValueError: an unknown layer type, parallel attention and MLP in a decoder, experts under tensor parallelism,
-            and as of the parts.
+            ``drop_path_rate`` with ``thd``, and as of the parts.
     """
 
     @checked
@@ -95,6 +108,8 @@ class TransformerLayer(LayerOfLinears):
         layer_type: Literal["encoder", "decoder"] = "encoder",
         parallel_attention_mlp: bool = False,
         apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        drop_path_rate: Fraction = 0.0,
         activation: str = "gelu",
         activation_params: Mapping[str, float] | None = None,
         moe: Mapping[str, Any] | None = None,
@@ -106,9 +121,14 @@ class TransformerLayer(LayerOfLinears):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        place(type(self).__name__, options)
+        placement = place(type(self).__name__, options)
         if parallel_attention_mlp and layer_type == "decoder":
             raise ValueError("TransformerLayer: parallel_attention_mlp=True is for layer_type='encoder' only")
+        if drop_path_rate and attn_input_format == "thd":
+            raise ValueError(
+                f"TransformerLayer: drop_path_rate={drop_path_rate} drops samples, which attn_input_format='thd' has "
+                "not; use 'sbhd' or 'bshd', or hidden_dropout"
+            )
         if not name and layer_number is not None:
             name = f"layer{layer_number}"
         self.parallel_attention_mlp = parallel_attention_mlp
@@ -130,7 +150,8 @@ class TransformerLayer(LayerOfLinears):
             "attn_mask_type": self_attn_mask_type,
             "name": part_name(name, "self_attention"),
         }
-        self.self_attention = attention(**own)
+        normed_late = {"input_layernorm": False, "recompute_norm": False, "return_layernorm_output": False}
+        self.self_attention = attention(**own | normed_late if output_layernorm else own)
         self.inter_attention = None
         if layer_type == "decoder":
             own |= {"attn_mask_type": enc_dec_attn_mask_type, "name": part_name(name, "inter_attention")}
@@ -155,6 +176,11 @@ class TransformerLayer(LayerOfLinears):
             of_experts = {"bias": True, **of_experts, **returned, **_of_mixture(moe, attn_input_format)}
             self.layernorm_mlp = LayerNormMoE(hidden_size, ffn_hidden_size, **of_experts)
         self.dropout = nn.Dropout(hidden_dropout)
+        self.drop_path_rate, self._batch_dim = drop_path_rate, attn_input_format.find("b")
+        self.layernorm = None
+        if output_layernorm:
+            of_norm: dict[str, Any] = {"zero_centered_gamma": options.get("zero_centered_gamma", False), **placement}
+            self.layernorm = NORMS[options.get("normalization", "LayerNorm")](hidden_size, layernorm_epsilon, **of_norm)
         self._exchange = self.self_attention._exchange
 
     def forward(
@@ -201,9 +227,11 @@ class TransformerLayer(LayerOfLinears):
             )  # fmt: skip
         if self.parallel_attention_mlp:
             _, transformed = self._sublayer(self.layernorm_mlp, hidden_states, None, **of_all)
-            return x + attended + transformed
-        x, transformed = self._sublayer(self.layernorm_mlp, x, attended, **of_all)
-        return x + transformed
+            y = x + attended + transformed
+        else:
+            x, transformed = self._sublayer(self.layernorm_mlp, x, attended, **of_all)
+            y = x + transformed
+        return y if self.layernorm is None else call_norm(self.layernorm, y, exchange_of(self))
 
     def _sublayer(
         self, part: nn.Module, x: Tensor, residual: Tensor | None, *args: Any, **options: Any
@@ -214,16 +242,20 @@ class TransformerLayer(LayerOfLinears):
         """
         kinds = MultiheadAttention, LayerNormMLP
         y, n, stream = call_on_stream(part, kinds, x, residual, *args, **options)
-        return n if self.residual_post_layernorm else stream, self._drop(y)
+        return n if self.residual_post_layernorm and n is not None else stream, self._drop(y)
 
     def _drop(self, y: Tensor) -> Tensor:
-        """Drops values; of rows that no other rank has, if that is how the residual stream is split."""
+        """Drops values; of rows that no other rank has, if that is how the residual stream is split. Drops samples."""
         apart = self._exchange.sequence_parallel and self.training and self.dropout.p > 0
         dropped: Tensor = draw_apart(exchange_of(self).group, self.dropout, y) if apart else self.dropout(y)
-        return dropped
+        if not (self.training and self.drop_path_rate):
+            return dropped
+        shape = [size if dim == self._batch_dim else 1 for dim, size in enumerate(y.shape)]
+        return dropped * F.dropout(y.new_ones(shape), self.drop_path_rate)
 
     def extra_repr(self) -> str:
         options = ["decoder" if self.inter_attention is not None else "encoder"]
         options += ["parallel_attention_mlp=True"] if self.parallel_attention_mlp else []
         options += ["apply_residual_connection_post_layernorm=True"] if self.residual_post_layernorm else []
+        options += [f"drop_path_rate={self.drop_path_rate}"] if self.drop_path_rate else []
         return ", ".join(options)

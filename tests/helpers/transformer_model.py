@@ -131,7 +131,9 @@ def transformer_layer(
     """Y from X [s, b, hidden], without dropout."""
     attention = {**options, "input_layernorm": True}
     post = options.get("apply_residual_connection_post_layernorm", False)
-    y, n = multihead_attention(p, attention, x, kept, angles=angles, prefix="self_attention.")
+    normed_late = options.get("output_layernorm", False)
+    own = attention | {"input_layernorm": not normed_late}
+    y, n = multihead_attention(p, own, x, kept, angles=angles, prefix="self_attention.")
     h = (n if post else x) + y
     if encoder is not None:
         assert kept_encoder is not None
@@ -140,4 +142,5 @@ def transformer_layer(
     parallel = options.get("parallel_attention_mlp", False)
     n = input_norm(p, "layernorm_mlp.norm", x if parallel else h, options)
     hidden = _ACTIVATIONS[options.get("activation", "gelu")](linear(p, "layernorm_mlp.fc1", n))
-    return (n if post and not parallel else h) + linear(p, "layernorm_mlp.fc2", hidden)
+    out = (n if post and not parallel else h) + linear(p, "layernorm_mlp.fc2", hidden)
+    return input_norm(p, "layernorm", out, options) if normed_late else out

@@ -47,12 +47,21 @@ def test_hidden_dropout(worker_pool: Pools, sequence_parallel: bool) -> None:
     assert torch.equal(first, second) is not sequence_parallel
 
 
-def _dropped(rank: int, size: int, case: Case) -> Tensor:
+def _dropped(rank: int, size: int, case: Case, batch: int = BATCH) -> Tensor:
     layer = case.sharded()
     layer.dropout.p = 0.5
-    x = torch.randn(16 // (2 if case.sequence_parallel else 1), BATCH, HIDDEN)
+    x = torch.randn(16 // (2 if case.sequence_parallel else 1), batch, HIDDEN)
     dropped: Tensor = layer._drop(torch.ones_like(x)) == 0
     return dropped
+
+
+def test_drop_path(worker_pool: Pools) -> None:
+    """All ranks drop the same samples, also of a sequence that is split, and behind dropout that differs by rank."""
+    case = Case(rows=(8, 8), options={"bias": False, "drop_path_rate": 0.5})
+    first, second = worker_pool(2).run(_dropped, case, 16)
+    samples = first.all(dim=(0, 2))
+    assert 0 < int(samples.sum()) < 16
+    assert torch.equal(samples, second.all(dim=(0, 2))) and not torch.equal(first, second)
 
 
 def test_attention_dropout(worker_pool: Pools) -> None:

@@ -86,6 +86,12 @@ def test_as_one_process(worker_pool: Pools, name: str, sequence_parallel: bool) 
 
 
 @SEQUENCE
+def test_norm_at_the_end(worker_pool: Pools, sequence_parallel: bool) -> None:
+    """Its parameters get the gradients of the rows of all ranks."""
+    assert_as_one(worker_pool, Case(sequence_parallel=sequence_parallel, options={"output_layernorm": True}))
+
+
+@SEQUENCE
 @pytest.mark.parametrize("rows", [(2, 3, 1), (0, 3, 2, 4), (1, 1, 1, 1)], ids=str)
 def test_more_ranks(worker_pool: Pools, rows: tuple[int, ...], sequence_parallel: bool) -> None:
     options = {"num_gqa_groups": 12 if len(rows) == 3 else 4}

@@ -116,6 +116,9 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpoint_mlp": True},
     "decoder": {"layer_type": "decoder", "num_gqa_groups": 2},
     "decoder, post": {"layer_type": "decoder", "apply_residual_connection_post_layernorm": True},
+    "normed late": {"output_layernorm": True, "normalization": "RMSNorm", "zero_centered_gamma": True},
+    "normed late, post": {"output_layernorm": True, "apply_residual_connection_post_layernorm": True},
+    "normed late, decoder": {"output_layernorm": True, "layer_type": "decoder", "save_memory": True},
 }
 
 
@@ -136,6 +139,28 @@ def test_output_and_gradients_are_those_of_a_float64_model(name: str) -> None:
     x = tokens()
     found = errors(step(layer, layer, x, **call), float64_step(options, layer, x, **reference))
     assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_drop_path_drops_whole_samples(layout: str) -> None:
+    """What it leaves grows by 1 / (1 - rate); attention and MLP are dropped each by itself, in training alone."""
+    layer = randomized(TransformerLayer(**SIZES, attn_input_format=layout, drop_path_rate=0.75))
+    x = torch.randn(LENGTH, 64, HIDDEN)
+    x = (x if layout == "sbhd" else x.transpose(0, 1)).requires_grad_()
+    with torch.no_grad():
+        layer.layernorm_mlp.fc2.weight.zero_()
+        layer.layernorm_mlp.fc2.bias.fill_(1.0)
+    added = layer.eval()(x) - x - 1.0  # by attention
+    y = layer.train()(x)
+    y.sum().backward()
+    batch = 1 if layout == "sbhd" else 0
+    seen = set()
+    for out, own, attended, grad in zip(*(t.unbind(batch) for t in (y, x, added, x.grad)), strict=True):
+        fits = [(a, b) for a in (0, 4) for b in (0, 4) if torch.allclose(out, own + a * attended + b, atol=1e-4)]
+        assert len(fits) == 1
+        assert fits[0][0] or torch.equal(grad, torch.ones_like(grad))
+        seen |= set(fits)
+    assert len(seen) == 4
 
 
 def test_torch_autocast_keeps_the_residual_stream_in_fp32() -> None:
@@ -348,6 +373,7 @@ def test_weight_gradients_may_go_to_main_grad() -> None:
         ({"layer_type": "decoder", "parallel_attention_mlp": True}, "for layer_type='encoder' only"),
         ({"num_attention_heads": 5}, "hidden_size=32 does not divide by 5 heads"),
         ({"num_gqa_groups": 3}, "4 query heads do not divide into num_gqa_groups=3"),
+        ({"drop_path_rate": 0.1, "attn_input_format": "thd"}, "drop_path_rate=0.1 .*'thd'.* use 'sbhd' or 'bshd'"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
