@@ -47,6 +47,7 @@ def make_graphed_callables(
     recipe: RecipeLike | None = None,
     amax_reduction_group: dist.ProcessGroup | None = None,
     cache_quantized_params: bool = False,
+    pool: tuple[int, int] | None = None,
     _order: Sequence[int] | None = None,
 ) -> Any:
     """Captures forward and backward of modules as CUDA graphs, whose replays give the bits of the modules themselves.
@@ -65,6 +66,8 @@ def make_graphed_callables(
             captured under; without a recipe none. Calls are inside of an ``autocast`` of the same recipe, or of none.
         cache_quantized_params: modules take ``is_first_microbatch``; calls with False skip the casts of the weights, by
             a flag on the device. Not for :class:`~minifloat.GroupedLinear`, nor for weights that ``etp_group`` shards.
+        pool: of ``torch.cuda.graph_pool_handle()``, to share memory with other graphs: replays are in the order of the
+            captures. Default: a pool of these graphs.
         _order: the forwards (1 for the first module) and backwards (-1) of the microbatches of a step, in their order,
             as ``[1, 1, -1, 1, -1, -1]``. Each microbatch then has graphs of its own, and modules stay as they are.
 
@@ -103,7 +106,7 @@ def make_graphed_callables(
         for module, args, kwargs, cache in zip(listed, all_args, all_kwargs, caches, strict=True)
     ]
     with unchanged(listed, device):
-        _capture(made, steps, device, num_warmup_iters, allow_unused_input)
+        _capture(made, steps, device, num_warmup_iters, allow_unused_input, pool)
     for graphed in made:
         for weight in graphed[0].shared.weights:
             weight.forget()  # no one else reads what was cast in the memory of a graph
@@ -115,15 +118,15 @@ def make_graphed_callables(
 
 
 def _capture(
-    made: Sequence[Sequence[GraphedCallable]], steps: Sequence[Step], device: torch.device, warm_ups: int, unused: bool
-) -> None:
+    made: Sequence[Sequence[GraphedCallable]], steps: Sequence[Step], device: torch.device, warm_ups: int, unused: bool,
+    pool: Any,
+) -> None:  # fmt: skip
     """Warms up and captures ``steps``, in their order and into one pool; ``made``: by module and microbatch."""
     stream = capture.Graph.Stream(device)
     with stream.current():
         for graphed in made:
             for each in graphed[:2]:  # the second reads cached weights
                 each.warm_up(warm_ups, unused)
-    pool: Any = None
     for place, (module, microbatch, forward) in enumerate(steps):
         each, own = made[module][microbatch], capture.Graph(stream, pool)
         pool = own.pool
