@@ -116,15 +116,55 @@ def _check(function: Callable[..., Any], annotated: Any, args: tuple[Any, ...], 
     if known is None:
         parameters = inspect.signature(function).parameters.values()
         names = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+        takes_others = any(each.kind is each.VAR_KEYWORD for each in parameters)
         unpacks = "Unpack" in str(function.__annotations__.values())
-        known = _known[function] = names, _specs(annotated), unpacks
-    names, specs, unpacks = known
+        known = _known[function] = names, _specs(annotated), unpacks or not takes_others
+    names, specs, closed = known
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         spec = specs.get(name)
-        if spec is None and unpacks and name not in names:
-            raise TypeError(f"{_owner(function, args, kwargs)} got an unexpected keyword argument {name!r}")
+        if spec is None and closed and name not in names:
+            owner = _owner(function, args, kwargs)
+            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}{_way_out(name)}")
         if spec is not None and not (spec.fits(value) and spec.holds(value)):
             raise _refusal(_owner(function, args, kwargs), name, value, spec)
+
+
+RENAMED = {
+    "fp8_recipe": "recipe",
+    "fp8_group": "amax_reduction_group",
+    "fp8_enabled": "enabled",
+    "fp8_calibrating": "calibrating",
+    "fp8_weight_caching": "cache_quantized_params",
+    "module_filter_fn": "filter_fn",
+    "dist_process_group": "tp_group",
+    "ignore_idx": "ignore_index",
+    "reduce_loss": "reduction",
+}
+"""Keyword arguments of Transformer Engine and torchao that have another name here."""
+
+NEEDLESS = {
+    "ub_": "gathers and sums run beside the products that do not need them",
+    "symmetric_ar_type": "the sum over ranks is NCCL's",
+    "get_rng_state_tracker": "ranks draw different numbers where they hold different activations",
+    "rng_tracker_name": "ranks draw different numbers where they hold different activations",
+    "seq_length": "every length works",
+    "micro_batch_size": "every size works",
+    "qkv_weight_interleaved": "rows of query, key and value are three parts, one after the other",
+    "distribute_saved_activations": "with sequence_parallel ranks save their parts",
+    "is_cg_capturable": "it always is",
+}
+"""Keyword arguments, or how they begin, that have none here, and why."""
+
+
+def needless(keyword: str) -> str | None:
+    """Says why another library's keyword argument has no counterpart; None if it is not such a one."""
+    return NEEDLESS.get("ub_" if keyword.startswith("ub_") else keyword)
+
+
+def _way_out(keyword: str) -> str:
+    if needless(keyword) is not None:
+        return f"; leave it out: {needless(keyword)}"
+    return f"; it is {RENAMED[keyword]} here" if keyword in RENAMED else ""
 
 
 def check_value(owner: str, name: str, value: Any, annotation: Any) -> None:

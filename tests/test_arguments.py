@@ -129,6 +129,20 @@ def test_arguments_that_layers_share_are_as_if_written_out(kind: Any) -> None:
         kind(16, 16, name="a", tp_grup=None)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: minifloat.autocast(fp8_recipe="current"), r"autocast got .*'fp8_recipe'; it is recipe here"),
+        (lambda: minifloat.Linear(4, 4, ub_overlap_rs=True), r"Linear got .*'ub_overlap_rs'; leave it out: gathers"),
+        (lambda: minifloat.TransformerLayer(8, 8, 2, name="a", seq_length=3), r"TransformerLayer 'a' got .*; leave it"),
+        (lambda: minifloat.make_graphed_callables([], [], fp8_weight_caching=True), "it is cache_quantized_params"),
+    ],
+)
+def test_arguments_of_other_libraries_are_refused_with_the_way_out(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
 def test_a_value_is_shown_in_one_short_line() -> None:
     """Modules and tensors of any size, and what has no repr of its own."""
     for value in (torch.zeros(1000), nn.Sequential(*(nn.Linear(1, 1) for _ in range(99))), object(), "x" * 999):
