@@ -9,6 +9,8 @@
 ``README.md`` shows the rest; ``docs/architecture.md`` says how it is built.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from minifloat import optim, quantizer
 from minifloat.arguments import checked
 from minifloat.autocast import autocast, get_default_recipe
@@ -75,3 +77,11 @@ __all__ = [
     "cross_entropy", "export", "find_amaxes", "get_default_recipe", "linear_cross_entropy", "load_mxfp4",
     "make_graphed_callables", "optim", "prepare", "quantized_model_init", "revert", "router_losses", "save_mxfp4",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:  # which would take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        """Finds names of Transformer Engine and torchao, where those libraries have them."""
+        from minifloat.compat import find
+
+        return find(name, __name__)

@@ -74,6 +74,11 @@ def test_import_leaves_the_programs_that_use_it_out() -> None:
     assert [name for name in loaded if name.startswith(("minifloat.tools.cli", "minifloat.tools.train"))] == []
 
 
+def test_names_of_other_libraries_are_loaded_at_use() -> None:
+    for statement, used in (("import minifloat", False), ("from minifloat import fp8_autocast", True)):
+        assert ("minifloat.compat.te" in after(statement)["loaded"]) is used
+
+
 def test_building_a_layer_makes_no_cuda_context() -> None:
     statement = "import minifloat; minifloat.Linear(16, 16, recipe='delayed')(torch.ones(2, 16)).sum().backward()"
     assert after(statement)["cuda"] is False
