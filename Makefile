@@ -24,7 +24,7 @@ VERSION_TESTS := $(patsubst %,tests/%.py,test_import nn/test_linear nn/test_inpl
     parallel/test_fsdp_checkpoint parallel/test_ddp tools/test_train_loop)
 python_of = $(shell for python in $(1) $(PYTHON); do $$python -c '' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help train test test-versions install-oldest test-oldest test-newest test-part installed-part test-all \
+.PHONY: help train test docs test-versions install-oldest test-oldest test-newest test-part installed-part test-all \
     mutants lint format clean
 
 help: ## list the targets
@@ -35,6 +35,10 @@ train: $(VENV)/.installed-train ## train a small model in FP8 and in BF16 and co
 
 test: lint ## lint, type check, and run the default tests
 	$(PYTEST) $(PYTEST_ARGS)
+
+docs: export NO_MKDOCS_2_WARNING = 1 # an advertisement of the theme's successor
+docs: $(VENV)/.installed-docs ## build the documentation into site/; a broken link is an error
+	$(BIN)/python -m mkdocs build --strict
 
 OLDEST = VENV=.venv-oldest TORCH=torch==2.11.0 THREADS=2 PYTHON=$(call python_of,python3.12)
 NEWEST = VENV=.venv-newest TORCH=torch THREADS=3 PYTHON=$(call python_of,python3.13)
@@ -75,7 +79,7 @@ format: $(VENV)/.installed-test ## let ruff fix and format the sources
 	$(BIN)/python -m ruff format
 
 clean: ## remove build products and caches; the environment stays
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
 # An interpreter that has a recent torch lends it to the environment: it may be a build for this very machine. Any other
