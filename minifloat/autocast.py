@@ -356,4 +356,4 @@ class _End:
 
 _graph_task = torch._C._current_graph_task_id
 _ends: WeakValueDictionary[int, _End] = WeakValueDictionary()
-"""By the engine's number of the backward."""
+"""Ends of backwards, by the engine's number of each."""

@@ -201,7 +201,7 @@ _VALID: dict[str, tuple[Callable[[Tensor], bool], str]] = {
         "below 0, or not floating-point; largest magnitudes are not",
     ),
 }
-"""Of each buffer: whether a state dict's is one, and how an error says that it is not."""
+"""Check of each buffer of a state dict, and the words of its error."""
 
 
 class AmaxHistory(nn.Module):

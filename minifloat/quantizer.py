@@ -25,7 +25,7 @@ from minifloat.ops.quantize.reference import DTYPES as DTYPES
 from minifloat.ops.quantize.reference import as_matrix as as_matrix
 
 ColumnwiseSource = Literal["original", "rowwise_dequantized"]
-"""What columnwise operands are cast from."""
+"""Source of columnwise operands."""
 
 
 @checked

@@ -42,7 +42,7 @@ from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, own_recipe
 _BEFORE = "_before_convert"  # the attribute of a converted module that holds its :class:`OriginalModule`
 
 Histories = dict[str, nn.Module]
-"""Those of delayed scaling, by the name of the submodule."""
+"""Histories of delayed scaling, by the name of the submodule."""
 
 
 class Conv1DLinear(Linear):

@@ -203,9 +203,9 @@ class FormatFacts:
     amax_epsilon: float
 
     encoding: Element
-    """What ``element`` names."""
+    """Element that ``element`` names."""
     scaling: ScaleRule
-    """What ``scale_rule`` names."""
+    """Rule that ``scale_rule`` names."""
     max: float
     """Largest finite value of a code."""
     packed: bool
@@ -213,7 +213,7 @@ class FormatFacts:
     quantized: bool
     """Whether there are codes and scales, rather than the values themselves."""
     scale_dtype: torch.dtype
-    """How scales are stored."""
+    """Dtype of stored scales."""
     needs_amax: bool
     """Whether the cast needs an amax over more than one block, so over a group where the tensor is sharded."""
     grid: bool

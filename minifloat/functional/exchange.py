@@ -60,7 +60,7 @@ def high_precision(spec: Spec, weight: Tensor) -> Tensor:
 
 
 class Exchange(TensorParallel):
-    """How a linear casts, multiplies and talks to other ranks; this one has none: one rank has all of the linear.
+    """Casts and products of a linear, and its communication, of which there is none here: one rank has all of it.
 
     ========  ==========  =======================================
     X         [M, K]

@@ -57,19 +57,19 @@ Transfer = Callable[[Tensor, "Dispatch"], Pending[Tensor]]
 
 
 class Counts(NamedTuple):
-    """How many rows this rank sends to each rank, and how many it receives from each."""
+    """Numbers of rows that this rank sends to each rank and receives from each."""
 
     sent: list[int]
     received: list[int]
 
     @property
     def back(self) -> Counts:
-        """Of what returns."""
+        """Counts of the way back."""
         return Counts(self.received, self.sent)
 
 
 class Plan(NamedTuple):
-    """What a rank is about to do with rows: it decides what travels, on which all ranks must agree.
+    """Properties of a coming call that decide what is sent, on which all ranks must agree.
 
     Attributes:
         label: name of the layer in errors.
@@ -90,7 +90,7 @@ class Plan(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Where this rank's tokens go, and what it receives from others.
+    """Destinations of this rank's tokens, and the rows that it receives from others.
 
     Attributes:
         group: the ranks that share out the experts.
@@ -130,7 +130,7 @@ class Dispatch(NamedTuple):
         return result
 
     def probabilities_of(self, p: Tensor) -> Tensor:
-        """Those of this rank's experts' rows, [R], of those of tokens' rows, ``p`` [T k], which have been sent."""
+        """Selects the probabilities of this rank's experts' rows, [R], from those sent of tokens' rows, ``p`` [T k]."""
         result: Tensor = apply(TravelFunction, p, self, sent_probabilities, return_rows)
         return result
 
@@ -220,7 +220,7 @@ def sent_tokens(routing: Routing, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _starts(counts: Tensor) -> Tensor:
-    """Where each begins that comes after those before."""
+    """Computes where each of consecutive pieces begins."""
     return counts.cumsum(0) - counts
 
 
@@ -283,7 +283,7 @@ Form = Literal["codes of tokens", "codes of rows", "values"]
 
 
 def form_of(quantizer: Quantizer, top_k: int, ranks: int) -> Form:
-    """What dispatch sends of a token with ``top_k`` experts on ``ranks`` ranks.
+    """Chooses what dispatch sends of a token with ``top_k`` experts on ``ranks`` ranks.
 
     Codes, if they say all that the operands are made of, each row by itself: of formats whose codes serve both
     orientations, of columnwise operands that are cast from the rowwise one, and where no rank wants any. Tiles,

@@ -156,7 +156,7 @@ class LocalExperts(NamedTuple):
         return unpermute(y, self.routing)
 
     def probabilities_of(self, p: Tensor) -> Tensor:
-        """Those of rows, which are where they are needed."""
+        """Returns the probabilities of rows, which are where they are needed."""
         return p
 
     def collect(self, y: Tensor) -> Tensor:
@@ -387,7 +387,7 @@ def _recompute(
     spec: Spec, activation: Activation, h: Tensor, probabilities: Tensor | None, layout: GroupLayout,
     scales: Tensor | None,
 ) -> Operand:  # fmt: skip
-    """What wgrad reads of A, from H again; nothing is recorded a second time."""
+    """Recomputes from H what wgrad reads of A; nothing is recorded a second time."""
     cast = RoleCasts([spec.config.input.with_usage(rowwise=False)], ["input"], spec.options.device)
     return act_operands(cast, activation, h, probabilities, layout.offsets, None, scales, True).along(COLUMNWISE)
 

@@ -32,7 +32,7 @@ from minifloat.tensor import Gatherer, QuantizedTensor, operand_ops
 
 
 class GroupLayout(NamedTuple):
-    """Which rows are of which group; one value serves every layer that a routing leads through.
+    """Rows of each group; one value serves every layer that a routing leads through.
 
     Args:
         offsets: int32 [G + 1] on the device: the first row of each group, and the end of the last one.
@@ -217,14 +217,14 @@ class SeparateOperands(tuple[Any, ...]):
     serves = Operand.serves
 
     def split(self) -> list[Operand]:
-        """That of each expert."""
+        """Lists the operand of each expert."""
         groups = (len(self) - 5) // 3
         shape = self.shape[0] // groups, self.shape[1]
         own = (self.format, self.dim, shape, self.dtype, None)
         return [new(Operand, (*self[3 * i : 3 * i + 3], *own)) for i in range(groups)]
 
     def joined(self) -> Operand:
-        """In memory of its own."""
+        """Copies the operands into one piece of memory."""
         return join(self.split())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -267,7 +267,7 @@ def joined_for_dgrad(operand: Operand | SeparateOperands, dy: Operand) -> Operan
 
 
 def of_all(experts: Sequence[Quantized], make: Callable[[list[Any]], Any]) -> Quantized:
-    """What ``make`` gives of the operands in each place; one that fills both places still does."""
+    """Applies ``make`` to the operands in each place; one that fills both places still does."""
     rowwise, columnwise = experts[0]
     row = None if rowwise is None else make([each.rowwise for each in experts])
     if columnwise is None or columnwise is rowwise:
@@ -304,7 +304,7 @@ class JoinedWeights(NamedTuple):
     whole: Quantized
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
-        """Their codes are still there."""
+        """Whether the codes of ``weights`` are still there."""
         return all(getattr(each, "_operands", None) is own for each, own in zip(weights, self.held, strict=True))
 
 
@@ -316,7 +316,7 @@ class _QuantizedExperts(QuantizedTensor):
 
 
 class _Gatherers(NamedTuple):
-    """What gathers each of several weights."""
+    """Gatherers of several weights."""
 
     each: Sequence[Gatherer]
 

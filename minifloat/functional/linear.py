@@ -155,10 +155,10 @@ def grad_input(spec: Spec, dx: Tensor, x_shape: Sequence[int], delayed: DelayedC
 # ---- one cast for siblings: linears that are given the same input one after the other (q, k, v; gate, up) ----
 
 Gatherers = tuple[Group, ShardMap | None]
-"""Who gathers an input, and the rows that each has of it."""
+"""Group that gathers an input, and the rows that each rank has of it."""
 
 InputCast = tuple[torch.dtype, Quantizer, tuple[int, ...], Gatherers | None]
-"""How an input is cast: to which dtype first, the quantizer, the dims along which it gives values
+"""Cast of an input: the dtype that it has first, the quantizer, the dims along which it gives values
 (``Spec.emit_bf16``), and who gathers it, if ranks do: then the operands are this rank's part."""
 
 

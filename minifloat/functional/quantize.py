@@ -22,7 +22,7 @@ from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.handlers import wrap_traced
 
 Mode = Literal["column", "row"]
-"""What ranks share of a linear: columns of Y and rows of W, or columns of X and W, which the products contract."""
+"""Split of a linear over ranks: columns of Y and rows of W, or columns of X and W, which the products contract."""
 
 FORWARD_SLOTS = ("input", "weight", "output")
 BACKWARD_SLOTS = ("grad_output", "grad_input")

@@ -21,7 +21,7 @@ Product = Callable[..., Tensor]
 
 
 class WeightSource:
-    """Where W's operands come from and dW goes; here a weight that this rank has whole, cast for each forward.
+    """Source of W's operands and target of dW; here a weight that this rank has whole, cast for each forward.
 
     W [N, K] -> rowwise for fprop, columnwise for dgrad -> dW to autograd, into ``main_grad``, or left for later.
 

@@ -103,7 +103,7 @@ class Graph:
 
 
 _NOTED = {"_weight_cache", "router_loss", "expert_counts", "main_grad_is_old", "grad_added_to_main_grad"}
-"""What a step leaves on layers, mixtures of experts and weights."""
+"""Attributes that a step leaves on layers, mixtures of experts and weights."""
 
 
 def fused_weights(module: nn.Module) -> list[Any]:

@@ -251,7 +251,7 @@ class GroupedLinear(ExpertParameters):
         return operands
 
     def _record_weight(self, delayed_call: DelayedCall | None, operands: Quantized) -> None:
-        """Of rows, whose amaxes the ranks reduce at the update."""
+        """Records the amaxes of a rank's rows, which the ranks reduce at the update."""
         held: Any = operands.any
         if delayed_call is not None and held.format.scale_rule == "given":
             record_groups(delayed_call, "weight", [torch.cat([each.amax for each in held.split()])])
@@ -279,7 +279,7 @@ class GroupedLinear(ExpertParameters):
         """Not before it is known which rows are some expert's."""
 
     def _check_groups_finite(self, x: Tensor, y: Tensor, layout: GroupLayout) -> None:
-        """Of the rows that are some expert's."""
+        """Checks the rows that are some expert's."""
         if not checks_finite():
             return
         total = int(layout.offsets[-1])

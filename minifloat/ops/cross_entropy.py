@@ -11,7 +11,7 @@ from torch import Tensor
 from minifloat.ops.library import SymInt, operation
 
 _CHUNK_ELEMENTS = 2**24
-"""How many logits are held in fp32 at a time: 64 MiB."""
+"""Number of logits held in fp32 at a time: 64 MiB."""
 
 
 def chunks(rows: int, classes: int, chunk_rows: int) -> Iterator[slice]:

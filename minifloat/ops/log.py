@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Call(NamedTuple):
-    """What :func:`library` called, and its result."""
+    """Call by :func:`library`, and its result."""
 
     function: Callable[..., Tensor]
     tensors: Sequence[Tensor]
@@ -21,7 +21,7 @@ class Call(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What was launched and called, in order; the memory that was made for it, and the zeros."""
+    """Launches and calls, in order, with the memory and the zeros that were made for them."""
 
     steps: list[Any]
     made: list[Tensor]
@@ -29,7 +29,7 @@ class Log(NamedTuple):
 
 
 class _Local(threading.local):
-    """Of this thread: where its launches are logged. Autograd has a thread for each device."""
+    """Log of this thread's launches. Autograd has a thread for each device."""
 
     def __init__(self) -> None:
         self.log: Log | None = None

@@ -87,7 +87,7 @@ SM_90: dict[str, Tile] = {
     "amax_nvfp4_lines": Tile(128, 64, 4),
     "grouped_sum": Tile(64, 64, 8),  # the order of sums is that of its rows
 }
-"""Those of casts were measured on an H200 (``benchmarks/results/``); other devices use the same until measured too.
+"""Tiles; those of casts were measured on an H200 (``benchmarks/results/``), and other devices use them until measured.
 
 Kernels that are alone of their kind, or whose tile depends on the width (the norms), have theirs beside them.
 """
@@ -101,7 +101,7 @@ GEMM_SM_90: dict[str, GemmTile] = {
     "grouped_fp8_fast_few": GemmTile(64, 64, 128, 4, 6),
     "grouped_half_few": GemmTile(64, 64, 64, 4, 6),
 }
-"""Of products, chosen by what fits registers and shared memory.
+"""Tiles of products, chosen by what fits registers and shared memory.
 
 A sum adds up ``depth`` elements after ``depth`` elements whatever ``rows`` and ``cols`` are: tiles for few rows, which
 keep more multiprocessors busy, give the same bits.

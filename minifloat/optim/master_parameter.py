@@ -14,7 +14,7 @@ from minifloat.comm.group import Group
 from minifloat.tensor import QuantizedTensor, quantize_all_
 
 KEYS = ("master", "remainder")
-"""What a state dict calls the two forms."""
+"""Names of the two forms in a state dict."""
 
 
 def is_low_precision(p: Tensor) -> bool:

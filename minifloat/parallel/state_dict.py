@@ -115,7 +115,7 @@ Share = tuple[int, int, slice]
 
 
 class Layout:
-    """How a model's tensors are cut."""
+    """Cuts of a model's tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self.group = _tensor_parallel_group(model)

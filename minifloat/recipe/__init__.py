@@ -49,9 +49,9 @@ _NAMED: dict[str, Recipe] = {
 NAMES = tuple(_NAMED)
 backends.PAIRS.extend(pair for each in _NAMED.values() for pair in each.pairs)
 RecipeLike = Annotated[Recipe | str, Accepts(f"a minifloat recipe or one of the names {', '.join(NAMES)}")]
-"""What stands for a recipe where one is asked for."""
+"""Recipe, or its short name."""
 OwnRecipe = Recipe | Literal["none"] | None
-"""What a layer may have of its own: None takes what ``autocast`` gives."""
+"""Recipe of a layer's own: None takes what ``autocast`` gives."""
 
 
 def named(name: str) -> Recipe:

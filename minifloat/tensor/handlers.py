@@ -1,4 +1,4 @@
-"""What PyTorch does with a :class:`~minifloat.tensor.QuantizedTensor`: handlers of its operations, and traced code.
+"""Handlers of PyTorch's operations on a :class:`~minifloat.tensor.QuantizedTensor`, and traced code.
 
 Dynamo builds no subclass of tensors, and of one that it has computed it reads tensors and constants alone. So operands
 go through the graph as plain tensors, and :func:`wrap_traced` is one node of it, which AOTAutograd runs and Dynamo does

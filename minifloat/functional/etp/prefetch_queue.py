@@ -1,4 +1,4 @@
-"""What one group gathers ahead of its use and reduces behind it: the same calls in the same order on all ranks.
+"""Queue of one group's gathers and reductions, ahead of and behind their use: the same calls in order on all ranks.
 
 PyTorch's handles are the one place that crosses streams. A collective starts after what its stream has been given, and
 ``wait`` holds back what the stream is given next; meanwhile the handle keeps what is sent and received. So no buffer is

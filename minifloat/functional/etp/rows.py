@@ -22,11 +22,11 @@ from minifloat.tensor.base import versions
 from minifloat.tensor.rows import QuantizedRows, row_unit, rows_of
 
 Reduction = Literal["mean", "sum"]
-"""Of the gradients of ranks that have different data."""
+"""Reduction of the gradients of ranks that have different data."""
 
 
 class Sharding(NamedTuple):
-    """How the rows of a weight are shared out.
+    """Share of each rank in the rows of a weight.
 
     Args:
         group: the ranks.
@@ -249,7 +249,7 @@ def _parameter(module: nn.Module, name: str) -> Any:
 
 
 class Parts(NamedTuple):
-    """What a rank sends of all matrices, and the rows of each rank in it."""
+    """Pieces that a rank sends of all matrices, and the rows of each rank in them."""
 
     matrices: Sequence[Quantized]
     shards: ShardMap

@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 
 class Saved(NamedTuple):
-    """What a backward is to gather: of the cast of this number the rows of each rank; ``cast``: what repeats it."""
+    """Rows of each rank that a backward gathers, of the cast of this number; ``cast`` repeats it."""
 
     number: int
     shards: ShardMap

@@ -307,5 +307,5 @@ def _empty_sums(x: Tensor, probabilities: Tensor | None) -> Tensor:
 
 
 def _some_groups(x: Tensor, offsets: Tensor) -> Tensor:
-    """Which rows are some group's, [M, 1]."""
+    """Mask of the rows that are some group's, [M, 1]."""
     return torch.arange(x.shape[0], device=x.device)[:, None] < offsets[-1]

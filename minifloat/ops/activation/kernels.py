@@ -124,7 +124,7 @@ def gated_gradients(dy, a, b, NAME: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl
 
 
 SHOWN = ("swiglu",)
-"""What has been cast through shared memory on a GPU, to the same bits; others wait for such a run."""
+"""Activations cast through shared memory on a GPU, to the same bits; others wait for such a run."""
 SWISH_SLOPES = {"silu": 1.0, "qgelu": 1.702}
 
 

@@ -83,7 +83,7 @@ def _cast_and_record(count: int) -> Operation[tuple[Tensor, ...]]:
 
 
 cast_and_record_ = {count: _cast_and_record(count) for count in (1, 2, 3, 4)}
-"""What a compiled layer does to the tensors of one direction: casts them with its scales and records their amaxes.
+"""Casts the tensors of one direction in a compiled layer with its scales and records their amaxes.
 
 By the number of casts, of which each gives codes and scales. ``slots``: of each tensor, in ``scale`` [n] and
 ``history`` [L, n]; ``cast_of``: which tensor each cast is of; ``forward``: as of :data:`record_forward_amax_`, and so

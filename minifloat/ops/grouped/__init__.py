@@ -61,7 +61,7 @@ def _(tensors: Sequence[Tensor], first: Tensor) -> list[Tensor]:
 
 @operation("grouped.casts:amax")
 def grouped_amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
-    """Of each group of rows of ``x`` [M, K] what ``reference.amax`` gives, for each format along its dim.
+    """Finds what ``reference.amax`` gives of each group of rows of ``x`` [M, K], for each format along its dim.
 
     ``offsets``: int32 [G + 1]: the first row of each group, and the end of the last one, at most M; not descending.
     The amaxes of formats that find their own are empty, [0].
@@ -89,7 +89,7 @@ def grouped_cast(
     x: Tensor, offsets: Tensor, given: Sequence[Tensor | None], rng: Tensor | None, formats: Sequence[str],
     dims: Sequence[int], k_major: Sequence[bool], rows: Tensor | None = None, chained: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Of each cast of ``x`` [M, K] codes, scales and amaxes, in the shapes of ``layout.py``.
+    """Casts ``x`` [M, K] to codes, scales and amaxes of each cast, in the shapes of ``layout.py``.
 
     Args:
         offsets: as of :data:`grouped_amax`.
@@ -223,7 +223,7 @@ class _Side(NamedTuple):
     rows: int
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What it stands for."""
+        """Dequantizes the operand."""
         codes, scale_inv, amax, fmt, dim, rows = self
         if scale_inv is None:
             return codes.to(dtype)

@@ -104,7 +104,7 @@ _ROWS = 1024
 
 
 def amax(x: Tensor, offsets: Tensor, formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
-    """As the operation: one reading of ``x`` for all whole groups, rotated ones among them, one for amaxes a row."""
+    """Implements the operation: one reading of ``x`` for all whole groups, rotated ones too, one for amaxes a row."""
     parsed, groups = [parse(spec) for spec in formats], offsets.numel() - 1
     if not all(map(gpu.casts, parsed)):
         return grouped.grouped_amax.reference(x, offsets, formats, dims)
@@ -148,7 +148,7 @@ def _amax(x: Tensor, offsets: Tensor, found: Tensor) -> None:
 
 
 def _rotated_amax(x: Tensor, offsets: Tensor, plain: Tensor | None, rotated: Tensor) -> None:
-    """The same of what the Hadamard transform makes of each group, and, if wanted, of the group as it is."""
+    """Finds the amaxes of each group after its Hadamard transform and, if wanted, of the group as it is."""
     K = x.shape[1]
     choice = tile("amax_nvfp4", x.device)
     amaxes = [(each, of_groups(1)) for each in (rotated if plain is None else plain, rotated)]
@@ -169,7 +169,7 @@ def cast(
     x: Tensor, offsets: Tensor, given: Sequence[Tensor | None], rng: Tensor | None, formats: Sequence[str],
     dims: Sequence[int], k_major: Sequence[bool], rows: Tensor | None = None, chained: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """As the operation; a rowwise cast and the columnwise one that follows it are one pass where ``gpu.cast`` is."""
+    """Implements the operation; a rowwise cast and the columnwise one after it are one pass where ``gpu.cast`` is."""
     parsed, groups = [parse(spec) for spec in formats], offsets.numel() - 1
     if not all(map(gpu.casts, parsed)):
         return grouped.grouped_cast.reference(x, offsets, given, rng, formats, dims, k_major, rows, chained)

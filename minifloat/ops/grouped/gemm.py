@@ -23,7 +23,7 @@ BLOCK = tl.constexpr(128)
 
 
 def unit_of(fmt: Format, dim: int) -> int:
-    """Of :func:`begin`."""
+    """Unit of :func:`begin`."""
     return layout.unit(fmt) if fmt.quantized and dim == COLUMNWISE else 0
 
 
@@ -44,7 +44,7 @@ class Cast(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Of :func:`begin`."""
+        """Unit of :func:`begin`."""
         return unit_of(self.format, self.dim)
 
 

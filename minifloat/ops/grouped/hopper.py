@@ -96,7 +96,7 @@ def grouped_hopper_kernel(
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of an sm_90 GPU; 0 elsewhere, and with versions of Triton that Gluon was not tried with."""
+    """Number of multiprocessors of an sm_90 GPU; 0 elsewhere, and with versions of Triton not tried with Gluon."""
     if device.type != "cuda" or not launch.KNOWN or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count

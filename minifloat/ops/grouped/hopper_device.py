@@ -65,7 +65,7 @@ def group_of(offsets, tile, groups):
 
 @gluon.jit
 def place_of(tile, a_offsets, groups, M, N, depth, DEPTH: gl.constexpr, SWEEP: gl.constexpr):
-    """Of a tile of the result: its group, its first row and column in the group, rows of the group, what is contracted.
+    """Finds a tile's group, its first row and column in the group, the group's rows and the extent of the contraction.
 
     Rows are those of the group's own matrix. No rows where the tile has nothing to do.
     """
@@ -87,7 +87,7 @@ def place_of(tile, a_offsets, groups, M, N, depth, DEPTH: gl.constexpr, SWEEP: g
 
 @gluon.jit
 def tiles_of(groups, M, N, DEPTH: gl.constexpr):
-    """How many tiles there are, those with nothing to do included."""
+    """Counts the tiles, those with nothing to do included."""
     tiles_n = gl.cdiv(N, _BN)
     return groups * gl.cdiv(M, _BM) * tiles_n if DEPTH else (M // _BM + groups + 1) * tiles_n
 
@@ -164,7 +164,7 @@ def clear_after(x, y, rest, DEPTH: gl.constexpr):
 
 @gluon.jit
 def factors_of(a_scale, b_scale, group, a_row, m, n, rows, N, known, A_STEP: gl.constexpr, B_STEP: gl.constexpr):
-    """What rows and columns of a result are multiplied by; one factor where all have the same.
+    """Loads the factors of rows and columns of a result; one factor where all have the same.
 
     Loaded before the sums: after them it would be waited for. Those of a group without rows may be undefined.
     """

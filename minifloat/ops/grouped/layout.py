@@ -1,4 +1,4 @@
-"""How the rows of several groups lie in one matrix, and where the groups of a cast of it begin.
+"""Layout of the rows of several groups in one matrix, and the beginnings of groups in a cast of it.
 
 Rows [offsets[g], offsets[g + 1]) of a matrix [M, K] are those of group g: the tokens of an expert, or its weight. How
 many those are is known on the device alone, so that every size below follows from M and the number of groups.
@@ -41,7 +41,7 @@ NAMES: tuple[Name, ...] = "codes", "scale_inv", "amax"
 
 
 class Place(NamedTuple):
-    """Where a group begins, or whatever else a kernel takes of it: offset // unit * by_unit + group * by_group."""
+    """Beginning of a group, or another number of it: offset // unit * by_unit + group * by_group."""
 
     unit: int
     by_unit: int
@@ -49,31 +49,31 @@ class Place(NamedTuple):
     constant: int = 0
 
     def at(self, offset: int, group: int) -> int:
-        """That of the group whose rows begin at ``offset``."""
+        """Computes the place of the group whose rows begin at ``offset``."""
         return offset // self.unit * self.by_unit + group * self.by_group + self.constant
 
     def times(self, width: int) -> Place:
-        """The same of ``width`` elements a row."""
+        """Place of data that has ``width`` times as many elements."""
         return Place(self.unit, self.by_unit * width, self.by_group * width)
 
 
 def of_rows(width: int) -> Place:
-    """Where ``width`` elements a row begin."""
+    """Place of data that has ``width`` elements a row."""
     return Place(1, width, 0)
 
 
 def of_groups(width: int) -> Place:
-    """Where ``width`` elements a group begin."""
+    """Place of data that has ``width`` elements a group."""
     return Place(1, 0, width)
 
 
 def of_units(unit: int, width: int) -> Place:
-    """Where ``width`` elements a unit begin, of units that no two groups share."""
+    """Place of data that has ``width`` elements a unit; no two groups share a unit."""
     return Place(unit, width, width)
 
 
 def number(value: int) -> Place:
-    """The same for all groups."""
+    """Place that is one number for all groups."""
     return Place(1, 0, 0, value)
 
 
@@ -119,7 +119,7 @@ def shape(name: Name, fmt: Format, dim: int, rows: int, cols: int, groups: int) 
 
 
 def own_rows(name: Name, fmt: Format, dim: int, offsets: Sequence[int]) -> list[slice]:
-    """Where in it each group is, of groups of the rows between neighbours of ``offsets``."""
+    """Slices of the tensor ``name`` for groups of the rows between neighbours of ``offsets``."""
     unit, by_unit, by_group, _ = place(name, fmt, dim)
     places = []
     for group, (offset, end) in enumerate(pairwise(offsets)):

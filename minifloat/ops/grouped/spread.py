@@ -30,7 +30,7 @@ def grouped_largest_kernel(
     UNIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SEARCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Of each group the largest scale over the contracted dim: [G, K] of its columns, or [M] of its rows."""
+    """Finds each group's largest scale over the contracted dim: [G, K] of its columns, or [M] of its rows."""
     OUTER_BLOCK: tl.constexpr = BLOCK if TILE else 1
     if CONTRACTS_ROWS:
         tiles = tl.cdiv(K, ROWS)

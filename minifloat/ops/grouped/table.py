@@ -1,4 +1,4 @@
-"""Where the groups of a matrix are, computed on the device: the table by which kernels on many matrices take groups.
+"""Table of the groups of a matrix, computed on the device, by which kernels on many matrices take groups.
 
 Kernels on lists find the arguments of each matrix in a table (``launch.in_table``), which the host fills. Of groups the
 host knows no sizes. But all that a kernel takes follows from the first row of a group and its number, in one of a few
@@ -34,7 +34,7 @@ from minifloat.ops.tiles import Tile, tile
 
 _GROUPS = 256
 _TILES = 32
-"""Of a program."""
+"""Tiles of a program."""
 
 
 Argument = tuple[Tensor, Place]
@@ -107,7 +107,7 @@ def launch(
 def _computed(
     offsets: Tensor, places: Sequence[Place], starts: bool, order: Tensor, groups: int, rows: int, unit: int, tiles: int
 ) -> Sequence[Tensor]:
-    """What a kernel takes of each group, for each of ``places``; in lieu of the first one sizes.
+    """Computes the numbers of each group for each of ``places``; instead of the first one, sizes.
 
     ``starts``: the second one is of first programs. ``groups``: one more than there are takes the rest of ``rows``.
     """
@@ -148,7 +148,7 @@ def scale_of(
     levels, order, group, BLOCK: tl.constexpr, ELEMENT: tl.constexpr, MAX: tl.constexpr, RULE: tl.constexpr,
     EPSILON: tl.constexpr, LARGEST: tl.constexpr, COUNT: tl.constexpr = 0,
 ):  # fmt: skip
-    """What the values of a group are multiplied by before they are cast, and its inverse; 1 where blocks find theirs.
+    """Computes the scale of a group's values before their cast, and its inverse; 1 where blocks find their own.
 
     To be called before the values are loaded: behind them it would take twice as many registers.
     """
@@ -215,7 +215,7 @@ def record_amaxes(
 
 
 class Outputs(NamedTuple):
-    """Where a launch writes to: values, or casts of them.
+    """Outputs of a launch: values, or casts of them.
 
     Args:
         tensors: codes (or values), scales and amaxes of the rowwise cast, then of the columnwise one.
@@ -251,7 +251,7 @@ class Outputs(NamedTuple):
         return tile("cast_tensor" if kernel == "cast" else f"{kernel}_columnwise" if column else kernel, device)
 
     def layouts(self, choice: Tile) -> Layouts | None:
-        """Of that tile; ``None`` where Triton chooses them."""
+        """Layouts of that tile; ``None`` where Triton chooses them."""
         return layouts(choice, self.format.block, self.constants[2]) if self.shared else None
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from minifloat import backends
 
 ONE, STRIPS = 0, 4
-"""What each fp32 scale of both operands is for, in the library's numbers: all of it, or 1 x 128 codes."""
+"""Extent of each fp32 scale of both operands, in the library's numbers: all of it, or 1 x 128 codes."""
 
 MOST_KINDS = 1024
 """Sums that a thread keeps: a program whose token counts never repeat must not fill the memory."""

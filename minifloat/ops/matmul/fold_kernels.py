@@ -29,7 +29,7 @@ from minifloat.ops.quantize.job import aligned
 REPAIRED = 64
 """Rows of the product that a program of the repair computes at a time."""
 PROGRAMS = 264
-"""Of the repair: each looks at all scales, and then takes its share of what is to be computed again."""
+"""Programs of the repair: each looks at all scales, and then takes its share of what is to be computed again."""
 STEP = 4096
 """Scales that it looks at in a turn."""
 
@@ -50,7 +50,7 @@ def used_blocks(packed, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def unpacked(packed, ELEMENT: tl.constexpr):
-    """Their values, in pairs."""
+    """Decodes packed codes to values, in pairs."""
     return ELEMENT.kernels.decode(tl.join(packed & 0xF, packed >> 4), ELEMENT)
 
 
@@ -224,7 +224,7 @@ def fold(weight: FoldSource) -> tuple[Tensor, Tensor]:
 
 
 class FoldRemainder(NamedTuple):
-    """What is read after the product: FP8 strips, of which some rows are padding, the MXFP4 operand, folded scales."""
+    """Tensors to read after the product: FP8 strips with some rows of padding, the MXFP4 operand, folded scales."""
 
     codes: Tensor
     scale: Tensor

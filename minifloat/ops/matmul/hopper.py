@@ -31,7 +31,7 @@ from minifloat.ops.matmul.reference import Scales, contracted_length
 from minifloat.ops.quantize.job import aligned
 
 ROWS, COLS = 128, 256
-"""Of a tile of the result."""
+"""Size of a tile of the result."""
 DEPTH = 64
 """Elements of the contracted dim in one step."""
 STAGES = 4

@@ -23,9 +23,9 @@ from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import Tile
 
 LARGEST = Tile(32, 64, 4)
-"""Of the grid of scales: how much a program looks at in a turn."""
+"""Tile of the grid of scales that a program looks at in a turn."""
 FINISH = Tile(16, 256, 4)
-"""Of the product."""
+"""Tile of the product."""
 
 
 @triton.jit

@@ -184,7 +184,7 @@ MX_BLOCK = 32
 TILE_ROWS, TILE_COLS = 128, 4
 """Scales that lie together in memory; both dims are padded to whole tiles."""
 ALIGN = 16, 32
-"""What the sizes of a product are padded to, in elements: 16 bytes of codes along either dim."""
+"""Padding of the sizes of a product, in elements: 16 bytes of codes along either dim."""
 
 
 def swizzled_operands(a: Any, b: Any, direct: bool) -> tuple[Sequence[Tensor], Scales]:

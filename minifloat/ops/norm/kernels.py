@@ -280,9 +280,9 @@ def norm_cast(
 
 BACKWARD_ELEMENTS = ELEMENTS // 2  # two tensors are held, and summed over the rows
 MOST_GROUPS = 256
-"""Of rows: enough for every multiprocessor, few enough that their sums are small beside the matrix."""
+"""Most groups of rows: enough for every multiprocessor, few enough that their sums are small beside the matrix."""
 COLUMNS = 32
-"""Of a program that adds the groups."""
+"""Columns of a program that adds the groups."""
 
 
 @triton.jit

@@ -51,7 +51,7 @@ from minifloat.ops.quantize.job import (
 from minifloat.ops.tiles import Tile, tile
 
 MOST_WARPS = 32
-"""Of a program: 1024 threads."""
+"""Most warps of a program: 1024 threads."""
 
 
 @triton.jit

@@ -207,7 +207,7 @@ class RecordedCasts(RequestedCasts):
 
 
 MOST_REQUESTS = 256
-"""Of operations: recipes that change at each step must not fill the memory."""
+"""Most kept requests of operations: recipes that change at each step must not fill the memory."""
 
 
 @lru_cache(MOST_REQUESTS)

@@ -148,7 +148,7 @@ def input_max(x: Tensor) -> float:
 
 
 Basis = list[int]
-"""Where an index bit leads in a tile: so many rows, so many columns."""
+"""Steps in a tile for each index bit: so many rows, so many columns."""
 
 
 @dataclass(frozen=True, eq=False)  # a launch looks its kernel up by its constants: :func:`layouts` has one of each

@@ -106,7 +106,7 @@ def _store_rows(codes, packed, m, k, M, K, ALIGNED_K: tl.constexpr):
 
 @triton.jit
 def _store_values(target, values, m, k, M, K, COLUMN: tl.constexpr):
-    """Of whole groups: M and K are multiples of 16."""
+    """Stores the values of whole groups: M and K are multiples of 16."""
     LINES: tl.constexpr = values[0].shape[0]
     columns = k + tl.arange(0, LINES)
     if COLUMN:

@@ -253,7 +253,7 @@ def _value(code, x, scales):
 
 @triton.jit
 def cast_groups(values, bits, block_amax, amax, FORMAT: tl.constexpr, AS_VALUES: tl.constexpr):
-    """To nearest, or with ``bits``, 16 random bytes a group, stochastically; ``AS_VALUES``: values in lieu of codes."""
+    """Casts groups to nearest, or by ``bits``, 16 random bytes a group; ``AS_VALUES``: to values, not codes."""
     scale = encode_scale(amax, FORMAT.block_scale_max)
     scales = (block_amax * (scale * _SIXTH)).to(tl.float8e4nv)
     multiplier = _multiplier(scales, reciprocal(scale))

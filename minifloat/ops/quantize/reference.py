@@ -116,10 +116,10 @@ def _constant(pair: tuple[int, int], like: Tensor) -> Tensor:
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be quantized."""
+"""Dtypes that can be quantized."""
 
 Output = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Of one cast: codes, scales, the measured amax under delayed scaling, and the amax or scale that it was given."""
+"""Results of a cast: codes, scales, the measured amax under delayed scaling, and the amax or scale it was given."""
 
 
 class CastRequest(NamedTuple):
@@ -298,7 +298,7 @@ def _factors(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> T
 
 
 def scale_values(scale_inv: Tensor, amax: Tensor | None, fmt: Format, dim: int) -> Tensor:
-    """The same in the shape of ``scale_inv``."""
+    """Computes the factors of scales in the shape of ``scale_inv``."""
     factors = _factors(scale_inv, amax, fmt, dim)
     return factors[:, 0, :, 0].clone() if fmt.grid else factors.clone()
 

@@ -10,7 +10,7 @@ from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import extent
 
 ELEMENTS = 2048
-"""Of a program, which takes some heads of one token."""
+"""Elements of a program, which takes some heads of one token."""
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from minifloat.tensor import QuantizedTensor, operand_ops
 from minifloat.tensor.rows import QuantizedRows, row_unit, rows_of
 
 _MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts", "ep_group")
-"""What a parameter that ranks of another dim share says of itself, and the DTensor in its place must say too."""
+"""Attributes of a parameter that ranks of another dim share, which the DTensor in its place must have too."""
 
 
 @checked

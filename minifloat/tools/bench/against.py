@@ -32,7 +32,7 @@ SIDES = ("new", "old")
 
 @dataclass(frozen=True)
 class Job:
-    """What each process runs."""
+    """Work of one process."""
 
     suites: tuple[str, ...]
     only: str
@@ -86,7 +86,7 @@ def repository() -> Path:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What git prints for these arguments.
+    """Runs git with these arguments and returns what it prints.
 
     Raises:
         ValueError: there is no git, or it fails.
@@ -129,7 +129,7 @@ def _in_process(job: Job, tree: Path) -> list[dict[str, Any]]:
 
 
 def changes(found: dict[str, list[list[dict[str, Any]]]]) -> list[Change]:
-    """For each contender the medians over the pairs of processes."""
+    """Medians of each contender over the pairs of processes."""
     entries = {side: [_entries(rows) for rows in found[side]] for side in SIDES}
     keys = dict.fromkeys(key for each in (*entries["new"], *entries["old"]) for key in each)
     return [_change(key, *([each.get(key, {}) for each in entries[side]] for side in ("old", "new"))) for key in keys]

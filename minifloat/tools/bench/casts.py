@@ -43,7 +43,7 @@ VALUES_BOUND = math.hypot(gate.rounding(3), gate.BOUNDS["bf16"])  # of what E4M3
 
 
 def quantizer(name: str, orientation: str) -> Quantizer:
-    """Of one of :data:`FORMATS`."""
+    """Quantizer of one of :data:`FORMATS`."""
     recipe, tensor = FORMATS[name]
     return named(recipe).quantizer(QuantizerRole("linear", tensor)).with_usage(columnwise=orientation == "both")
 
@@ -63,7 +63,7 @@ def gemm_ready(quantized: Quantized, orientation: str) -> Outputs:
 
 
 def expected(x: Tensor, how: Quantizer, orientation: str, scale: Tensor | None) -> Outputs:
-    """The same by the reference functions, to the bit."""
+    """Casts by the reference functions, to the bit."""
 
     def cast(fmt: Format, dim: int) -> Outputs:
         given = scale if fmt.scale_rule == "given" else reference.amax(x, fmt, dim) if fmt.needs_amax else None
@@ -74,7 +74,7 @@ def expected(x: Tensor, how: Quantizer, orientation: str, scale: Tensor | None) 
 
 
 def values_error(value: Tensor, fmt: Format) -> Callable[[Outputs], float]:
-    """How far E4M3 codes, along the rows first, are from the values that they stand for."""
+    """Makes a function that measures how far E4M3 codes, along the rows first, are from their values."""
     rows, cols = value.shape
 
     def error(outputs: Outputs) -> float:
@@ -86,7 +86,7 @@ def values_error(value: Tensor, fmt: Format) -> Callable[[Outputs], float]:
 
 
 def by_torch(x: Tensor, scale: Tensor | None, both: bool) -> Outputs:
-    """What is left to ``torch.compile``: E4M3 of one scale."""
+    """Cast left to ``torch.compile``: E4M3 of one scale."""
     factor = E4M3_MAX / x.abs().amax().float().reshape(1) if scale is None else scale
     codes = (x.float() * factor).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
     outputs = [codes.view(torch.uint8), factor.reciprocal()]
@@ -142,7 +142,7 @@ def build_produced(producer: str, name: str, device: torch.device, tiny: bool) -
 
 
 def _inputs(producer: str, rows: int, cols: int, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What a producer reads, in bf16, and the value that it makes, in fp32."""
+    """Inputs of a producer, in bf16, and the value that it makes, in fp32."""
     if producer == "RMSNorm":
         x, gamma = _random((rows, cols), device), 1 + 0.1 * _random((1, cols), device)[0]
         return (x, gamma), F.rms_norm(x.float(), (cols,), gamma.float(), EPS)

@@ -28,7 +28,7 @@ CONTENDERS: dict[str, tuple[str, Any]] = {
     "block": ("block", "block"),
     "block, codes": ("block", Float8BlockScaling(columnwise_source="rowwise_dequantized")),
 }
-"""What each is checked as, and its recipe; those with cached weights cast them in their first step alone."""
+"""Bound and recipe of each contender; those with cached weights cast them in their first step alone."""
 GOALS = {"current": 1.2, "current, cached": 1.2, "block, codes": 1.2}
 PRODUCTS = 4  # that the last of the gradients lies behind
 
@@ -85,6 +85,6 @@ def experts(group: Group, rounds: int, sizes: Sizes = QWEN3_30B_A3B) -> Iterator
 
 
 def exposed_experts(group: Group, rounds: int, sizes: Sizes = QWEN3_30B_A3B) -> Iterator[Exposure]:
-    """What of a step's communication nothing hides."""
+    """Measures the part of a step's communication that nothing hides."""
     for name, (call, _) in moe_steps(group, torch.device("cuda", torch.cuda.current_device()), sizes).items():
         yield exposure(f"exposed experts, ep {group.size}", name, call)

@@ -44,7 +44,7 @@ def layer(data: Data, recipe: str | None, out: int, into: int, cached: bool) -> 
 
 
 def layer_by_torch(data: Data) -> Call:
-    """The same of ``torch._grouped_mm`` in bf16."""
+    """Makes a call of the layer by ``torch._grouped_mm`` in bf16."""
     x, w = torch_operands(data, "fprop")
     weight, source = w.transpose(1, 2).clone().requires_grad_(), x.clone().requires_grad_()
     ends, dy = data.tokens.offsets[1:], data.values["dy"]
@@ -79,7 +79,7 @@ def build_layer(groups: int, shape: tuple[int, int], device: torch.device, tiny:
 
 
 class Sizes(NamedTuple):
-    """Of a mixture of experts, and how many tokens it is given."""
+    """Sizes of a mixture of experts, and the number of its tokens."""
 
     hidden: int
     ffn: int
@@ -95,7 +95,7 @@ MOE_GOAL = 1.25
 
 
 def sum_of_rows(y: Tensor, inverse: Tensor) -> Tensor:
-    """For each token the sum of its k rows of ``y``, in float32: one by one in a graph, which reads them faster so."""
+    """Sums each token's k rows of ``y``, in float32: one by one in a graph, which reads them faster so."""
     if not torch.compiler.is_compiling():
         return y[inverse].sum(1)
     total = y[inverse[:, 0]].float()

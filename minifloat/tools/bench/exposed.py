@@ -1,4 +1,4 @@
-"""How much communication nothing hides: from a profile of the device, kernel by kernel."""
+"""Exposed communication, from a profile of the device, kernel by kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 Interval = tuple[float, float]
-"""When something began and when it ended."""
+"""Beginning and end of something."""
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # what a trace calls things that a device does
 # NCCL's kernels. Of symmetric memory: its barriers, the pause that orders its streams, and copies between GPUs, which
@@ -48,7 +48,7 @@ def covered(intervals: Iterable[Interval]) -> float:
 
 
 def exposures(communication: Sequence[Interval], computation: Sequence[Interval]) -> tuple[float, float, float, float]:
-    """From the first beginning to the last end, communication, communication while nothing is computed, and nothing.
+    """Times of the whole span, of communication, of communication while nothing is computed, and of nothing.
 
     Times in which intervals overlap count once.
     """

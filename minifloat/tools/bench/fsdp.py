@@ -45,7 +45,7 @@ BOUNDS = {
     "block": StepBounds(0.09, 0.15, 0.18),
     "mxfp8": StepBounds(0.09, 0.15, 0.2),
 }
-"""Of one layer, by recipe: twice what was measured on a CPU (hidden 64 and 128, 64 and 128 tokens), which hardly
+"""Bounds of one layer, by recipe: twice what was measured on a CPU (hidden 64 and 128, 64 and 128 tokens), which hardly
 depends on the size. Eight layers had 2.5 times the errors of one, and gains of up to -0.08: noise shrinks gradients."""
 LEAST_FALL = 0.9  # of the loss, relative to the baseline's, from the warm-up to the end
 LEARNING_RATE = 1e-4
@@ -89,7 +89,7 @@ class Trainer(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What all contenders of a run share."""
+    """Setting that all contenders of a run share."""
 
     mesh: DeviceMesh
     sizes: Sizes
@@ -158,7 +158,7 @@ def ours(
 
 
 def _sharded(shard: Callable[..., Any], model: nn.Module, setting: Setting, by_linear: bool = False) -> nn.Module:
-    """By layers, with fp32 shards, computing in bf16, and gradients added in fp32: what torchtitan does.
+    """Shards by layers, with fp32 shards, bf16 products and gradients added in fp32, as torchtitan does.
 
     ``by_linear``: each of its linears by itself before, so that only one weight and the next are whole.
     """

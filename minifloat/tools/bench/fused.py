@@ -21,7 +21,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer and of its input."""
+    """Sizes of a layer and of its input."""
 
     batch: int
     tokens: int

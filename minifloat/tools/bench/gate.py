@@ -45,7 +45,7 @@ BOUNDS = {
 
 
 def bound(recipe: str, products: int = 1) -> float:
-    """Of results that lie behind ``products`` quantized products."""
+    """Bound for results that lie behind ``products`` quantized products."""
     return BOUNDS[recipe] * math.sqrt(products)
 
 
@@ -87,12 +87,12 @@ class StepBounds(NamedTuple):
     output: float
     dx: float
     gradients: float
-    """Of each parameter."""
+    """Bound for the gradient of each parameter."""
     gain: float = 0.05
     """Twice what one layer showed on a CPU."""
 
     def of(self, layers: int) -> StepBounds:
-        """Of so many layers, where these are of one: independent errors add as the root of their number."""
+        """Bounds of so many layers, from those of one: independent errors add as the root of their number."""
         return StepBounds(*(bound * math.sqrt(layers) for bound in self))
 
 

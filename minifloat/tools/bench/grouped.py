@@ -26,7 +26,7 @@ GROUPS = 8, 32, 128
 SHAPES = (4096, 7168), (7168, 2048)
 """Output and input features of each group."""
 GEMMS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
-"""Their operands, each contracted along the dim below."""
+"""Operands of each product, each contracted along the dim below."""
 ALONG = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
 ROLES = {"x": "input", "w": "weight", "dy": "grad_output"}
 RECIPES = "current", "rowwise", "block", "mxfp8", "nvfp4"
@@ -52,7 +52,7 @@ class Data:
         self.weights = GroupLayout.uniform(groups, out, device)
 
     def layout(self, name: str) -> GroupLayout:
-        """Of one of the matrices."""
+        """Layout of one of the matrices."""
         return self.weights if name == "w" else self.tokens
 
 
@@ -122,7 +122,7 @@ def by_torch_fp8(data: Data, gemm: str) -> Call:
 
 
 def torch_operands(data: Data, gemm: str) -> tuple[Tensor, Tensor]:
-    """As PyTorch takes them: [M, K] and [G, K, N], or [N, M] and [M, K]."""
+    """Operands as PyTorch takes them: [M, K] and [G, K, N], or [N, M] and [M, K]."""
     a, b = (data.values[name] for name in GEMMS[gemm])
     if a.device.type != "cuda":
         raise UnavailableError("PyTorch's grouped products are timed on a CUDA device")

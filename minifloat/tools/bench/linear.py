@@ -82,7 +82,7 @@ def te_linear(w: Tensor, recipe: str) -> Made:
 
 
 def cast_bytes(tensors: Sequence[Tensor], recipe: str) -> int:
-    """What the casts of bf16 tensors move: each is read once, by current scaling twice, and written in both layouts."""
+    """Bytes that casts of bf16 tensors move: each is read once, in current scaling twice, and written twice."""
     return sum(tensor.numel() for tensor in tensors) * (2 + 2 * (recipe == "current") + 1 + 1)
 
 

@@ -51,7 +51,7 @@ class Model:
     """Ratios to PyTorch's fastest way, by recipe and way."""
 
     def tiny(self) -> Model:
-        """For a CPU."""
+        """Sizes for a CPU."""
         sizes = Sizes(batch=2, tokens=32, hidden=64, ffn=256, heads=4, groups=2 if self.llama else 4)
         return replace(self, sizes=sizes, layers=2, vocabulary=256)
 
@@ -125,7 +125,7 @@ class LanguageModel(nn.Module):
 
 
 class Training:
-    """What the contenders of a row share: parameters, optimizer and batch; and what comes of :data:`STEPS` steps."""
+    """Parameters, optimizer and batch that the contenders of a row share, and the results of :data:`STEPS` steps."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
         self.model, self.device, sizes = model, device, model.sizes
@@ -150,7 +150,7 @@ class Training:
 
     @cached_property
     def stream(self) -> capture.CaptureStream:
-        """Where steps are captured."""
+        """Stream on which steps are captured."""
         return capture.Graph.Stream(self.device)
 
     def reset(self) -> None:
@@ -178,13 +178,13 @@ class Training:
 
     @property
     def nbytes(self) -> int:
-        """Of parameters and moments."""
+        """Bytes of parameters and moments."""
         moments = [each for state in self.states for each in state.values()]
         return sum(each.nbytes for each in (*self.weights, *moments))
 
     @property
     def flops(self) -> float:
-        """Of a step: products with matrices, the head's too, and causal attention, backward 2.5 times its forward."""
+        """Counts operations of a step: products, the head's too, and causal attention, 2.5 times in backward."""
         sizes, tokens = self.model.sizes, self.batch[0].numel()
         matrices = sum(each.numel() for each in self.weights if each.dim() == 2)
         learned = 0 if self.model.llama else sizes.tokens * sizes.hidden
@@ -192,7 +192,7 @@ class Training:
         return tokens * (6.0 * (matrices - learned) + attention)
 
     def error(self, outputs: Outputs) -> float:
-        """How far the last loss is from PyTorch's in bf16, of its fall; or the gradient norm, if that is more."""
+        """Distance of the last loss from PyTorch's in bf16, of its fall; or the gradient norm's, if that is more."""
         (loss, norm), fall = outputs, self.first - self.last
         return float(torch.stack([(loss - self.last) / fall, norm / self.norm - 1]).abs().max())  # NaN where one is
 

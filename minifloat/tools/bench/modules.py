@@ -30,7 +30,7 @@ def step(module: Callable[[Tensor], Tensor], parameters: Sequence[Tensor], x: Te
 
 
 def expected(made: Made, x: Tensor, dy: Tensor) -> Outputs:
-    """The same in float32, by a module of float32 parameters."""
+    """Computes the results in float32, by a module of float32 parameters."""
     return step(*made, x.float(), dy.float())()
 
 
@@ -74,7 +74,7 @@ class Modules:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the tensors that belong to all contenders."""
+        """Bytes of the tensors that belong to all contenders."""
         return self.x.nbytes + self.dy.nbytes
 
 

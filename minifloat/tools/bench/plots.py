@@ -35,7 +35,7 @@ def draw(results: Sequence[Result], title: str, path: Path) -> None:
 
 
 def _speeds(results: Sequence[Result]) -> tuple[dict[str, list[float | None]], str]:
-    """By contender one value a row, and their unit: TFLOP/s or GB/s, or microseconds where speed is counted in time."""
+    """Values of each contender, one a row, and their unit: TFLOP/s, GB/s, or microseconds where speed is a time."""
     names = list(dict.fromkeys(entry.name for result in results for entry in result.entries))
     columns = [{entry.name: _speed(result, entry) for entry in result.entries} for result in results]
     units = [speed[1] for column in columns for speed in column.values() if speed is not None]

@@ -1,4 +1,4 @@
-"""What several GPUs reach together: quantized all-gathers, tensor parallelism, experts, FSDP2, beside bf16 in one run.
+"""Benchmarks of several GPUs: quantized all-gathers, tensor parallelism, experts, FSDP2, beside bf16 in one run.
 
 Run as ``torchrun --nproc-per-node 4 -m minifloat.tools.bench.ranks gather layer experts fsdp --out FOLDER``. As in
 ``minifloat bench`` contenders take turns in each round, a result is checked before it is timed, and what is quoted is
@@ -52,7 +52,7 @@ LAYER_BOUNDS = {
     "current": StepBounds(0.02, 0.032, 0.19, gain=0.17),
     "block": StepBounds(0.018, 0.024, 0.14, gain=0.07),
 }
-"""By recipe: twice what was measured on a CPU at hidden 64 and 128; at 4096 and 8192, on H200s, output and dX have
+"""Bounds: twice what was measured on a CPU at hidden 64 and 128; at 4096 and 8192, on H200s, output and dX have
 0.9 to 1.0 of it. Few, since most of both is what went past the layer; bf16 differs in the order of its sums. Noise
 shrinks the gradients of query, key and value at 8192: by 0.08 under delayed scaling, whose bound is twice that and also
 that of current scaling, which was not measured apart; under blocks by no more than their whole error, 0.069."""
@@ -82,7 +82,7 @@ def gathers(group: Group, rounds: int, mebibytes: Sequence[int] = MEBIBYTES) -> 
 
 
 def gathered(x: Tensor, quantizer: Quantizer, shards: ShardMap, group: Group) -> Quantized:
-    """What is timed: the cast of this rank's rows, agreed with the others, and the gather of all rows' operands."""
+    """Casts this rank's rows, agreed with the others, and gathers all rows' operands: the part that is timed."""
     part = quantize_shard(x, quantizer, shards, group)
     return gather(part, shards, group, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise, gemm_ready=True)
 
@@ -188,7 +188,7 @@ def layers(group: Group, rounds: int, shapes: Mapping[str, tuple[int, int, int, 
 
 
 def exposed(group: Group, rounds: int) -> Iterator[Exposure]:
-    """What of a step's communication nothing hides."""
+    """Measures the part of a step's communication that nothing hides."""
     device = torch.device("cuda", torch.cuda.current_device())
     for name, shape in LAYERS.items():
         for each, one in layer_steps(group, shape, device).items():

@@ -1,4 +1,4 @@
-"""What is measured: rows fixed in tables, each with its contenders side by side.
+"""Rows of the benchmark, fixed in tables, each with its contenders side by side.
 
 A :class:`Row` is one line of a suite's table and knows how to build its :class:`Case`: random data and the
 :class:`Contender`\\ s that compute the same thing from it. A contender is timed only after the outputs of the very call
@@ -19,7 +19,7 @@ Outputs = Sequence[Tensor]
 Call = Callable[[], Outputs]
 
 Measure = Literal["ratio", "roofline", "memory"]
-"""What a goal is about: speed against the baseline (at least), fraction of the roofline (at least), peak memory against
+"""Quantity of a goal: speed against the baseline (at least), fraction of the roofline (at least), peak memory against
 the case's memory baseline (at most)."""
 
 AT_LEAST: frozenset[Measure] = frozenset(("ratio", "roofline"))

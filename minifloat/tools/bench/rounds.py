@@ -63,7 +63,7 @@ def timed(calls: Mapping[str, Call], rounds: int, count: int = 5) -> dict[str, l
 
 
 def _retries() -> int:
-    """How often the allocator of some rank has run out of memory and into what it had cached."""
+    """Counts how often the allocator of some rank has run out of memory and freed what it had cached."""
     counted = torch.tensor(torch.cuda.memory_stats().get("num_alloc_retries", 0), device="cuda")
     dist.all_reduce(counted)
     return int(counted)

@@ -19,7 +19,7 @@ WARM_UP = 6  # calls before the gate: delayed scaling needs some to find its sca
 
 @dataclass(frozen=True)
 class Options:
-    """How the rows are run; ``quick`` leaves out bursts and what is compiled."""
+    """Options of a run; ``quick`` leaves out bursts and what is compiled."""
 
     rounds: int = 20
     quick: bool = False
@@ -28,7 +28,7 @@ class Options:
 
 @dataclass
 class Entry:
-    """What became of one contender: ``error`` against its bound, ``peak`` bytes of memory with all that it holds."""
+    """Result of one contender: ``error`` against its bound, ``peak`` bytes of memory with all that it holds."""
 
     name: str
     status: Status

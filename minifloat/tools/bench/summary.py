@@ -1,4 +1,4 @@
-"""What the rounds say: medians, ratios, fractions of the roofline, goals met or missed, and all of it as JSON."""
+"""Summary of the rounds: medians, ratios, fractions of the roofline, goals met or missed, and all of it as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Verdict(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """What was not measured is not met."""
+        """Whether the goal is met; one that was not measured is not."""
         if self.value is None:
             return False
         return self.value >= self.goal if self.measure in AT_LEAST else self.value <= self.goal
@@ -34,7 +34,7 @@ def seconds(result: Result, name: str, mode: Mode = "sustained") -> float | None
 
 
 def ratio(result: Result, name: str, mode: Mode = "sustained") -> float | None:
-    """How many times as fast as the baseline: the median of the ratios of the rounds."""
+    """Speed relative to the baseline: the median of the ratios of the rounds."""
     times = result.rounds.seconds.get(mode, {})
     if result.baseline is None or name not in times:
         return None

@@ -96,7 +96,7 @@ def user_errors() -> Iterator[None]:
 
 
 def program() -> str:
-    """What started this command, for a shell in any folder."""
+    """Command line that started this program, for a shell in any folder."""
     started = Path(sys.argv[0]).absolute()
     if started.parts[-2:] == ("minifloat", "__main__.py"):
         return f"{shlex.quote(sys.executable)} -m minifloat"

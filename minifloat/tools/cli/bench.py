@@ -113,7 +113,7 @@ def compare(
 
 
 def facts(device: torch.device, options: Options) -> dict[str, Any]:
-    """What the JSON says about the conditions."""
+    """Facts about the conditions, for the JSON."""
     return {
         "command": f"minifloat {shlex.join(sys.argv[1:])}",
         "date": date.today().isoformat(),
@@ -135,7 +135,7 @@ def commit() -> str:
 
 
 def slug(text: str) -> str:
-    """As part of a file's name."""
+    """Makes the text part of a file's name."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-").lower()
 
 

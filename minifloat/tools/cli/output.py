@@ -1,4 +1,4 @@
-"""What a command writes: its folder, what stays of a training and what the user sees of it, step by step."""
+"""Output of a command: its folder, the files of a training, and what the user sees of it, step by step."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def observers(
 def observer(
     name: str, steps: int, unit: str, file: MetricsFile, progress: Progress, write: Observer | None = None
 ) -> Observer:
-    """What to do with a step's metrics: a line of JSON, a moved bar and, after an evaluation, a printed line."""
+    """Makes what writes a step's metrics as JSON, moves the bar and, after an evaluation, prints a line."""
     task = progress.add_task(name, total=steps, status="")
 
     def observe(metrics: Metrics) -> None:

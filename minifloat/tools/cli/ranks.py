@@ -76,7 +76,7 @@ def minutes(timeout: float) -> timedelta:
 
 
 def check_started(tp: int, fsdp: bool, etp: int | None = None, ep: int | None = None) -> int:
-    """How many processes torchrun has started, this one alone without it; raises ValueError where options differ."""
+    """Counts the processes that torchrun started, 1 without it; raises ValueError where options differ."""
     launched = dist.is_torchelastic_launched()
     if fsdp and (etp, ep) != (None, None):
         part = f"--ep {ep} experts" if etp is None else f"--etp {etp} the rows of weights"
@@ -123,12 +123,12 @@ def leave(code: int = 0) -> NoReturn:
 
 
 def launcher(ranks: int | str) -> str:
-    """What starts so many ranks of a command on one machine, before the command; nothing for one."""
+    """Prefix of a command that starts so many ranks on one machine; nothing for one."""
     return "" if ranks == 1 else f"torchrun --nproc-per-node {ranks} --no-python "
 
 
 def decided_by_first(decide: Callable[[], T], ranks: Ranks) -> T:
-    """What `decide` returns on the first rank, on all of them; its ValueError or OSError is raised on all alike."""
+    """Returns on all ranks what `decide` returns on the first; its ValueError or OSError is raised on all alike."""
     answers: list[T] = []
     problem: Exception | None = None
     if ranks.first:

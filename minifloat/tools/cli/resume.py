@@ -1,4 +1,4 @@
-"""Where a `minifloat train` continues from, and where its results go."""
+"""Starting point of a `minifloat train`, and the folder of its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNS = Path("runs")
 
 
 def checkpoint_folder(out: Path, name: str) -> Path:
-    """Where the run of that recipe has its checkpoints."""
+    """Folder of the checkpoints of the run of that recipe."""
     return out / "checkpoints" / name
 
 
@@ -51,7 +51,7 @@ def check_new(names: Iterable[str], out: Path) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """What the runs of a command begin from, by name; one that is in neither begins anew."""
+    """Starting points of a command's runs, by name; one that is in neither begins anew."""
 
     continued: Mapping[str, Checkpoint] = field(default_factory=dict)
     weights: Mapping[str, Checkpoint] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Start:
 
 
 def choose_folder(names: Sequence[str], out: Path | None, resume: bool, resume_from: Path | None) -> Path:
-    """Where the results go; raises ValueError where there cannot be anything to continue from."""
+    """Chooses the folder of the results; raises ValueError where there cannot be anything to continue from."""
     if resume_from is not None and resume:
         raise ValueError("--resume continues from --out, --resume-from from its own path; give one of them")
     if resume_from is not None and not (resume_from / PLAIN).is_file() and not (resume_from / "checkpoints").is_dir():
@@ -76,7 +76,7 @@ def choose_folder(names: Sequence[str], out: Path | None, resume: bool, resume_f
 
 
 def choose(settings: Mapping[str, Mapping[str, Any]], out: Path, resume: bool, resume_from: Path | None) -> Start:
-    """What the runs begin from, whose settings these are by name.
+    """Chooses what the runs begin from, whose settings these are by name.
 
     With `resume` they go on. With `resume_from` they do if their settings are those of the checkpoints there; else
     they are other runs, which all start from the weights of one.
@@ -96,7 +96,7 @@ def choose(settings: Mapping[str, Mapping[str, Any]], out: Path, resume: bool, r
 
 
 def _start_from(settings: Mapping[str, Mapping[str, Any]], resume_from: Path) -> Start:
-    """What the runs begin from where that is at `resume_from`."""
+    """Finds what the runs begin from at `resume_from`."""
     there = _saved_at(resume_from)
     own = {name: there[name] for name in settings if name in there}
     different = [other for name, at in own.items() if (other := at.difference(settings[name])) is not None]

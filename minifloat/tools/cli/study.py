@@ -60,7 +60,7 @@ class Study:
 
     @property
     def folder(self) -> Path:
-        """Where the runs' results are."""
+        """Folder of the runs' results."""
         return self.out / "runs"
 
 
@@ -224,7 +224,7 @@ def chosen_seeds(text: str) -> list[int]:
 
 
 def threads_of_each(workers: int) -> int:
-    """How many threads a run has where so many share the CPU."""
+    """Number of threads of a run where so many share the CPU."""
     return max(1, (os.cpu_count() or 1) // workers)
 
 
@@ -340,7 +340,7 @@ def _print_problems(problems: Sequence[str]) -> bool:
 
 
 def facts(plan: Study, corpus: data.Corpus) -> dict[str, str]:
-    """What the report says about the conditions."""
+    """Facts about the conditions, for the report."""
     conditions = plan.conditions
     config, sizes = conditions.config(plan.jobs[0]), conditions.sizes.with_vocabulary(corpus.vocabulary)
     tokens = config.steps * config.sequences * sizes.context

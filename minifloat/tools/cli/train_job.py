@@ -1,4 +1,4 @@
-"""What `minifloat train` does with what its options said: the runs, their checks and the report."""
+"""Job of a `minifloat train`: the runs, their checks and the report."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Job:
                 )
 
     def checkpoints(self, name: str) -> Checkpoints:
-        """Where the run of that name saves."""
+        """Checkpoints of the run of that name."""
         files = {} if self.corpus.tokenizer is None else {TOKENIZER: self.corpus.tokenizer}
         settings = settings_of(name, self.model, self.config, self.corpus)
         start = self.start.continued.get(name)
@@ -83,7 +83,7 @@ class Job:
 def settings_of(
     name: str, model: ModelConfig | HuggingFace, config: TrainConfig, corpus: data.Corpus
 ) -> dict[str, Any]:
-    """What a run that continues the one of that name must have too."""
+    """Settings that a run which continues the one of that name must share."""
     text = {"text": corpus.fingerprint, "unit": corpus.unit}
     return {"recipe": name, "model": model.settings(), **text, **config.settings()}
 
@@ -100,7 +100,7 @@ def recipe_of(name: str) -> Recipe | None:
 
 
 def default_gap(name: str) -> float:
-    """How far the validation loss of the recipe of that name may be from its twin's, relative."""
+    """Largest accepted gap of the recipe's validation loss from its twin's, relative."""
     recipe = recipe_of(name)
     return MAX_GAP_4BIT if recipe is not None and report.has_4bit(recipe) else MAX_GAP
 
@@ -151,7 +151,7 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
 
 
 def unobserved(name: str) -> Observer:
-    """What a rank other than the first does with a step's metrics."""
+    """Makes what ignores a step's metrics, on ranks other than the first."""
     return lambda metrics: None
 
 
@@ -188,7 +188,7 @@ def conclude(job: Job, runs: list[Run], max_gap: float, max_gradient_gap: float)
 
 
 def gemm_problems(job: Job, run: Run) -> list[str]:
-    """What is wrong with the formats in which a run's linears computed."""
+    """Lists what is wrong with the formats in which a run's linears computed."""
     recipe = recipe_of(run.name)
     if recipe is None:
         return []
@@ -197,7 +197,7 @@ def gemm_problems(job: Job, run: Run) -> list[str]:
 
 
 def facts(job: Job, runs: list[Run]) -> dict[str, str]:
-    """What the report says about the conditions."""
+    """Facts about the conditions, for the report."""
     sizes, config = job.model, job.config
     return {
         "command": f"`{launcher(job.ranks.size)}minifloat {shlex.join(sys.argv[1:])}`",

@@ -26,7 +26,7 @@ def check_capture(device: torch.device, ranks: Ranks) -> None:
 
 
 class StepResult(NamedTuple):
-    """What a step measured: the loss, the gradient norm before clipping, the imbalance of experts, and its GEMMs."""
+    """Measurements of a step: the loss, the gradient norm before clipping, the imbalance of experts, and its GEMMs."""
 
     loss: float
     norm: float

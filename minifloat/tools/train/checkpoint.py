@@ -206,7 +206,7 @@ def _check(path: Path, plain: dict[str, Any]) -> Checkpoint:
 
 @contextmanager
 def _reading(path: Path, problem: str | None = None) -> Iterator[None]:
-    """Of errors of the system only those that say that a file is missing are damage; others may soon be over.
+    """Reports a missing file as damage; other errors of the system are raised as they are, for they may soon be over.
 
     `problem`: what a ValueError says of the checkpoint.
     """
@@ -237,7 +237,7 @@ def digest_of_plain(plain: dict[str, Any]) -> str:
 
 
 def named(folder: Path) -> list[Path]:
-    """What has a checkpoint's name, by step."""
+    """Lists what has a checkpoint's name, by step."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in paths if NAME.fullmatch(path.name)), key=_number)
 
@@ -247,7 +247,7 @@ def _number(path: Path) -> int:
 
 
 def _innermost(label: str, saved: Any, given: Any) -> tuple[str, Any, Any]:
-    """Of two configurations of transformers, which have dozens of entries, the first entry that differs."""
+    """Finds the first entry that differs of two configurations of transformers, which have dozens."""
     if not all(isinstance(each, dict) and "transformers" in each for each in (saved, given)):
         return label, saved, given
     label = "--hf"

@@ -50,7 +50,7 @@ class SaveError(OSError):
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where and when one run saves, and what it continues from.
+    """Checkpoints of one run: where and when it saves, and what it continues from.
 
     `settings` must be equal for a run to be continued. `every` is in steps; without it the end alone is saved. `keep`
     is how many checkpoints stay. `files` are further files of each checkpoint.
@@ -164,7 +164,7 @@ class Checkpoints:
         _sync(self.folder)
 
     def _remove_oldest(self, step: int) -> None:
-        """Of the checkpoints up to `step`; none that is damaged, and what cannot be removed stays."""
+        """Removes the oldest checkpoints up to `step`; damaged ones, and what cannot be removed, stay."""
         try:
             found = [each.path for each in complete(self.folder, tell=False) if each.step <= step]
             for path in [path for path in found if path not in self._passed_over][: -self.keep]:
@@ -224,7 +224,7 @@ class Saver:
             raise SaveError(f"a checkpoint was not written: {type(error).__name__}: {error}") from error
 
     def close(self, seconds: float | None = None) -> None:
-        """As `wait`, but raises nothing, and waits no longer than so many seconds."""
+        """Waits like `wait`, but raises nothing, and no longer than so many seconds."""
         if self._thread is not None:
             self._thread.join(seconds)
             self._thread = None
@@ -252,7 +252,7 @@ def check_saves(every: int | None, keep: int) -> None:
 
 
 def together(exchange: Callable[[Any], list[Any]], action: Callable[[], Any]) -> list[Any]:
-    """What `action` returns on each rank; raises SaveError on all of them where it fails on one."""
+    """Runs `action` on each rank and returns its result; raises SaveError on all of them where it fails on one."""
     result, cause = None, None
     try:
         result = action()

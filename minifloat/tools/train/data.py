@@ -178,7 +178,7 @@ def unigram_entropy(train: Text, validation: Text, vocabulary: int = 256) -> flo
 
 
 def _counts(text: Text, vocabulary: int) -> Tensor:
-    """How often each token occurs, float64 [vocabulary], in pieces: the text may be larger than the memory."""
+    """Counts each token, float64 [vocabulary], in pieces: the text may be larger than the memory."""
     counts = torch.zeros(vocabulary, dtype=torch.float64)
     for piece in text.split(2**24):
         counts += torch.bincount(piece.long(), minlength=vocabulary)

@@ -82,7 +82,7 @@ def trained_config(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def trained_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """That of the activations; raises ValueError where the checkpoint's settings name none."""
+    """Reads the dtype of activations; raises ValueError where the checkpoint's settings name none."""
     dtype = getattr(torch, str(checkpoint.settings.get("dtype")), None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype

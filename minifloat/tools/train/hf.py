@@ -27,14 +27,14 @@ MOST_LAYERS, MOST_MODULES, MOST_SIZE = 1000, 2**16, 2**24
 LAYERS, EXPERTS = re.compile(r"(layers?|blocks|depth)$"), re.compile(r"experts$")
 UNBOUNDED = re.compile("theta|base$")  # of rotary embeddings, often a whole number
 UNTOLD = ("transformers_version", "architectures", "id2label", "label2id", "dtype", "torch_dtype", "use_cache")
-"""What a configuration says that makes no other training."""
+"""Entries of a configuration that make no difference to training."""
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 PROBED = 8  # tokens
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """What a config.json describes; `weights` is the folder that has them, None: new ones are drawn."""
+    """Model that a config.json describes; `weights` is the folder that has them, None: new ones are drawn."""
 
     config: Any
     source: Path
@@ -94,7 +94,7 @@ class HuggingFace:
 
     @property
     def learning_rate(self) -> float:
-        """As of our own models by the width, and a tenth of that for weights that are trained already."""
+        """Learning rate: by the width as for our own models, a tenth of that for weights that are trained already."""
         return 3e-3 * 128 / int(getattr(self.config, "hidden_size", 1024)) * (0.1 if self.weights else 1.0)
 
     def with_vocabulary(self, size: int) -> HuggingFace:
@@ -112,7 +112,7 @@ class HuggingFace:
             raise ValueError("--hf trains on one rank; leave --tp, --etp, --ep and --fsdp out")
 
     def settings(self) -> dict[str, Any]:
-        """What the file says of the model, as JSON has it."""
+        """Reads what the file says of the model, as JSON has it."""
         return {"transformers": _told(self.values), "context": self.context}
 
     def make(self, recipe: Recipe | None, seed: int, ranks: Ranks = ALONE) -> nn.Module:

@@ -15,7 +15,7 @@ from types import FrameType
 import torch.distributed as dist
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""What programs send. Some send both at once, as systemd does with SendSIGHUP=yes; so they count as equal."""
+"""Signals that programs send. Some send both at once, as systemd does with SendSIGHUP=yes; so they count as equal."""
 
 GRACE = 5.0
 """Seconds in which a launcher repeats a signal: where all processes of a job get it, torchrun then sends it to its
@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 ANSWER = 60.0  # seconds, in which the store of a launcher on another machine answers
 
 PRESSED_GRACE = 1.0
-"""The same for SIGINT of a process without torchrun: a user who presses Ctrl-C again means it, and soon."""
+"""Grace for SIGINT of a process without torchrun: a user who presses Ctrl-C again means it, and soon."""
 
 
 @contextmanager

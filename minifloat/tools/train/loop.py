@@ -155,7 +155,7 @@ def advance(
 
 
 def explain(state: TrainState, batch: Batch, config: TrainConfig) -> str:
-    """What was not finite first in the step that has just failed; the state is then as before that step."""
+    """Says what was not finite first in the step that has just failed; the state is then as before that step."""
     state.rewind()
     where = locate(state, batch, config, config.loss_scale)
     state.rewind()
@@ -163,7 +163,7 @@ def explain(state: TrainState, batch: Batch, config: TrainConfig) -> str:
 
 
 def locate(state: TrainState, batch: Batch, config: TrainConfig, scale: float = 1.0) -> str:
-    """Where the computation of `scale` times the loss of `batch`, or its backward, is not finite first."""
+    """Finds where the computation of `scale` times the loss of `batch`, or its backward, is not finite first."""
     if not state.ranks.alone:  # one rank would find it before the others, which would wait for it
         return "somewhere; a run on one rank says in which layer"
     found = FINITE

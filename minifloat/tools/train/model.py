@@ -34,7 +34,7 @@ OPTIONS = {
     "dim": "--hidden", "layers": "--layers", "heads": "--heads", "kv_heads": "--kv-heads", "hidden": "--mlp-hidden",
     "context": "--context", "vocabulary": "--vocabulary",
 }  # fmt: skip
-"""What `minifloat train` calls them, as users of other libraries know them."""
+"""Options of `minifloat train` for the sizes, as users of other libraries know them."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,19 @@ class ModelConfig:
 
     @property
     def learning_rate(self) -> float:
-        """What trains it well: the best peak rate of Adam falls with the width."""
+        """Learning rate that trains it well: the best peak rate of Adam falls with the width."""
         return 3e-3 * 128 / self.dim
 
     @property
     def parameters(self) -> int:
-        """How many a model of these sizes has."""
+        """Counts the parameters of a model of these sizes."""
         attention = 2 * self.dim * (self.dim + self.kv_heads * self.head_dim)
         mlp = 3 * self.dim * self.hidden * (self.experts or 1) + self.dim * self.experts
         block = attention + mlp + 2 * self.dim
         return self.layers * block + (2 * self.vocabulary + 1) * self.dim
 
     def with_vocabulary(self, size: int) -> ModelConfig:
-        """The same sizes for so many tokens."""
+        """Sizes for a vocabulary of so many tokens."""
         return replace(self, vocabulary=size)
 
     def settings(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class ModelConfig:
 
     @property
     def mixture(self) -> dict[str, Any] | None:
-        """What a layer is told of its experts, if it has some: they are balanced as Switch's or as DeepSeek-V3's."""
+        """Arguments of a layer's experts, if it has some: they are balanced as Switch's or as DeepSeek-V3's."""
         if not self.experts:
             return None
         sizes = {"num_experts": self.experts, "top_k": self.top_k}
@@ -141,7 +141,7 @@ class ModelConfig:
 
     @property
     def linears(self) -> int:
-        """How many linears compute in a recipe: `qkv`, `proj`, `fc1` and `fc2` of each block."""
+        """Number of linears that compute in a recipe: `qkv`, `proj`, `fc1` and `fc2` of each block."""
         return 4 * self.layers
 
 

@@ -1,4 +1,4 @@
-"""Which layer made a number that is not finite."""
+"""Search for the layer that made a number that is not finite."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _broken(module: nn.Module) -> str:
 
 
 def _finite(value: Any) -> bool:
-    """Of a tensor, or of every tensor in a tuple or list."""
+    """Whether a tensor, or every tensor in a tuple or list, is finite."""
     if isinstance(value, tuple | list):
         return all(map(_finite, value))
     return not isinstance(value, Tensor) or not value.is_floating_point() or bool(value.isfinite().all())

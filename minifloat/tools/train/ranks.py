@@ -87,17 +87,17 @@ class Ranks:
 
     @property
     def etp(self) -> Group:
-        """Those of them that share the rows of weights."""
+        """Ranks that share the rows of weights with this one."""
         return THIS_PROCESS if self.mesh is None else Group.of(self.mesh["etp"])
 
     @property
     def ep(self) -> Group:
-        """Those of them that share out experts."""
+        """Ranks that share out experts with this one."""
         return THIS_PROCESS if self.mesh is None else Group.of(self.mesh["ep"])
 
     @property
     def replicas(self) -> Group:
-        """Those of them that have the same rows of weights, and the same experts."""
+        """Ranks that have the same rows of weights, and the same experts."""
         return THIS_PROCESS if self.mesh is None else Group.of(self.mesh["dp"])
 
     @property
@@ -148,7 +148,7 @@ class Ranks:
         return own if own.shape[0] else batch_BT[:1]
 
     def weight(self, batch_BT: Tensor) -> float:
-        """What the mean over this rank's tokens of a batch counts, for :meth:`mean` to be that over the whole batch.
+        """Weight of the mean over this rank's tokens, for :meth:`mean` to be that over the whole batch.
 
         One on a single rank, zero where the sequence that a rank has is another's.
         """
@@ -158,7 +158,7 @@ class Ranks:
         return own * self.data.size / sequences * (1.0 if rows is None else rows[self.tp.rank] / length)
 
     def positions(self, length: int) -> list[int] | None:
-        """How many positions of a sequence each tensor-parallel rank has; None: all have all."""
+        """Numbers of positions of a sequence that tensor-parallel ranks have; None: all have all."""
         if not self.splits_tokens:
             return None
         return [length // self.tp.size + (rank < length % self.tp.size) for rank in range(self.tp.size)]
@@ -168,7 +168,7 @@ class Ranks:
         return tokens_BT.tensor_split(self.tp.size, 1)[self.tp.rank] if self.splits_tokens else tokens_BT
 
     def seed(self, seed: int, step: int) -> int | None:
-        """Of the random numbers of a step, which no two data ranks may round with; None: those of one process go on."""
+        """Seed of a step's random numbers, which no two data ranks may share; None: those of one process go on."""
         if self.data.rank == 0:
             return None
         return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{self.data.rank}".encode()).digest()[:7])
@@ -187,7 +187,7 @@ class Ranks:
         return self.any_of((flag,), device)[0]
 
     def any_of(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Of each flag, whether some rank says so."""
+        """Whether some rank says so, for each flag."""
         if self.alone:
             return list(flags)
         told = torch.tensor([float(flag) for flag in flags], device=device)
@@ -203,7 +203,7 @@ class Ranks:
         return values
 
     def set_timeout(self, timeout: timedelta | None) -> None:
-        """From now on no exchange waits longer than that for another rank: with gloo it raises, with NCCL it aborts."""
+        """Limits how long an exchange waits for another rank from now on: with gloo it raises, with NCCL it aborts."""
         if self.alone or timeout is None:
             return
         groups = Group.of(dist.group.WORLD), self.tp, self.data, self.ep, self.etp, self.replicas
@@ -217,7 +217,7 @@ class Ranks:
     # ---- checkpoints, which fit any number of ranks ----
 
     def local_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> LocalTensors:
-        """What this rank saves of ``tensors``, copied to the CPU; the first one that has it saves. Not a collective.
+        """Copies what this rank saves of ``tensors`` to the CPU; the first one that has it saves. Not a collective.
 
         Args:
             parameters: what each tensor belongs to, by the same names; missing where it belongs to none.
@@ -245,7 +245,7 @@ class Ranks:
         return any(group.rank for group in same)
 
     def _chunks(self, parameter: Tensor) -> list[Chunk]:
-        """Where this rank's part of a parameter lies in the whole."""
+        """Finds where this rank's part of a parameter lies in the whole."""
         whole, cut = self.shape(parameter), self.partition(parameter)
         indices = [torch.arange(extent) for extent in whole]
         if cut is not None:
@@ -271,7 +271,7 @@ class Ranks:
         return result
 
     def partition(self, parameter: Tensor) -> Partition | None:
-        """How tensor-parallel ranks have cut it; None where each has all of it."""
+        """Partition over tensor-parallel ranks; None where each has all of the parameter."""
         if self.tp.size == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return None
         dim, parts = parameter.partition_dim, parameter.partition_parts  # type: ignore[attr-defined]
@@ -310,7 +310,7 @@ def etp_rows(parameter: Tensor) -> tuple[int, slice] | None:
 
 
 def of_experts(parameter: Tensor) -> bool:
-    """It is an expert's that other ranks lack."""
+    """Whether the parameter is an expert's that other ranks lack."""
     return hasattr(parameter, "ep_group")
 
 

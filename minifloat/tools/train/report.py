@@ -1,4 +1,4 @@
-"""What a training leaves behind: the loss curves, a report, and whether it passed its checks."""
+"""Results of a training: the loss curves, a report, and whether it passed its checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EARLY = 5  # steps
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the recipe's run is from its high-precision twin, which saw the same batches from the same start.
+    """Comparison of the recipe's run with its high-precision twin, which saw the same batches from the same start.
 
     `gap` is the difference of the final validation losses in nats a token (of bytes, a byte). `gradient_gap` is the
     median over the first `EARLY` steps, before the two have gone their own ways, of |gradient norm / twin's - 1|. A
@@ -40,7 +40,7 @@ def compare(run: Run, twin: Run) -> Comparison:
 
 
 def check_gemms(name: str, gemms: Counter[Gemm], expected: Mapping[str, tuple[str, str]], each: int) -> list[str]:
-    """What is wrong with the executed GEMMs of a quantized run; nothing when the recipe did all that it promises.
+    """Lists what is wrong with the executed GEMMs of a quantized run; nothing if the recipe did all that it promises.
 
     `expected` has the operand formats of fprop, dgrad and wgrad; `each` is how many of each the run's linears execute.
     """
@@ -66,7 +66,7 @@ def has_4bit(recipe: Recipe) -> bool:
 
 
 def check_loss(name: str, comparison: Comparison, max_gap: float, max_gradient_gap: float) -> list[str]:
-    """What is wrong with the recipe's losses and gradients; infinity switches a limit off.
+    """Lists what is wrong with the recipe's losses and gradients; infinity switches a limit off.
 
     A run that is better than its twin by more than `max_gap` fails too: rounding has no way to that.
     """

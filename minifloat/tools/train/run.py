@@ -1,4 +1,4 @@
-"""What a training is told, what each of its steps reports, and what it leaves."""
+"""Settings of a training, metrics of its steps, and its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_seed(seed: int) -> None:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long and how a model is trained."""
+    """Settings of a training."""
 
     steps: int
     batch_size: int = 16
@@ -62,7 +62,7 @@ class TrainConfig:
 
     @property
     def sequences(self) -> int:
-        """In a step."""
+        """Number of sequences in a step."""
         return self.batch_size * self.accumulate
 
     def rate(self, step: int) -> float:

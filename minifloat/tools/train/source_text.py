@@ -26,7 +26,7 @@ PARTS = "train", "validation"
 
 
 def roots() -> list[Path]:
-    """Where a machine has source text: Python's standard library, installed packages, headers and shared files."""
+    """Lists folders of source text: Python's standard library, installed packages, headers and shared files."""
     found = [standard_library(), *(Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib"))]
     found += [
         Path(path) for path in ("/usr/include", "/usr/src", "/usr/share", "/usr/lib/python3", "/usr/local/include")

@@ -45,7 +45,7 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """Number of steps that are done."""
         return len(self.history)
 
     def save(self, saver: Saver, peak_bytes: int | None) -> Path:
@@ -114,12 +114,12 @@ class TrainState:
             torch.cuda.set_rng_state(states["random/cuda"], self.device)
 
     def _parameter_names(self) -> list[str]:
-        """By the optimizer's numbers."""
+        """Names of parameters by the optimizer's numbers."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
-        """By the parameter's name; a parameter that has never had a gradient, as an expert without tokens, has none."""
+        """States by the parameter's name; one that has never had a gradient, as an expert without tokens, has none."""
         names = self._parameter_names()
         return {names[i]: state for i, state in self.optimizer.state_dict()["state"].items()}
 

@@ -31,7 +31,7 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, An
 
 
 def keep_wgrads_unrounded(model: nn.Module) -> None:
-    """From now on linears compute the gradients of their weights in fp32, which the optimizer reads."""
+    """Lets linears compute the gradients of their weights in fp32 from now on, which the optimizer reads."""
     for layer in model.modules():
         if isinstance(layer, LinearState):
             layer.wgrad_in_weight_dtype = True

@@ -53,7 +53,7 @@ STOPPED = 4  # exit code of a run whose time was over before it ended
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all runs of a study share. Results of other conditions are never compared with each other."""
+    """Conditions that all runs of a study share. Results of other conditions are never compared with each other."""
 
     model: str
     steps: int
@@ -72,7 +72,7 @@ class Conditions:
     decay: Literal["cosine", "linear"] = "cosine"  # which results of older studies do not name
 
     def config(self, job: Job) -> TrainConfig:
-        """How a job is trained. Raises ValueError for impossible numbers."""
+        """Settings of a job's training. Raises ValueError for impossible numbers."""
         return TrainConfig(
             self.steps, self.batch_size, self.learning_rate, job.seed, evaluations=self.evaluations,
             evaluation_batches=self.evaluation_batches, dtype=torch.float32 if job.name == FP32 else torch.bfloat16,
@@ -81,7 +81,7 @@ class Conditions:
 
     @property
     def sizes(self) -> ModelConfig:
-        """Of the model, before the vocabulary is known."""
+        """Sizes of the model, before the vocabulary is known."""
         return replace(MODELS[self.model], experts=self.experts)
 
 
@@ -101,21 +101,21 @@ class Job:
         return None if self.name in (BASELINE, *CONTROLS) else Variant.parse(self.name)
 
     def file(self, folder: Path) -> Path:
-        """Where its result is."""
+        """File of the job's result."""
         return folder / f"{self.name}-{self.seed}.json"
 
     def log(self, folder: Path) -> Path:
-        """What its process prints."""
+        """File of what the job's process prints."""
         return folder / f"{self.name}-{self.seed}.log"
 
     def saved(self, folder: Path) -> Path:
-        """Its checkpoints, while it runs."""
+        """Folder of the job's checkpoints, while it runs."""
         return folder / f"{self.name}-{self.seed}-checkpoints"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a job left behind; ``error`` says why it stopped early, with a history that ends there."""
+    """Result of a job; ``error`` says why it stopped early, with a history that ends there."""
 
     job: Job
     conditions: Conditions
@@ -318,7 +318,7 @@ def load_text(paths: Sequence[Path], context: int) -> data.Corpus:
 
 
 def work(task: dict[str, Any]) -> None:
-    """What a job's process does; ``task`` is what :func:`start` hands it."""
+    """Runs in a job's process; ``task`` is what :func:`start` hands it."""
     torch.set_num_threads(task["threads"])
     job, conditions, folder = Job(**task["job"]), Conditions(**task["conditions"]), Path(task["folder"])
     device, parent = torch.device(task["device"]), os.getppid()

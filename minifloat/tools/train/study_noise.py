@@ -1,4 +1,4 @@
-"""How far apart the controls of a study end, and what it takes to resolve a gap of a given size.
+"""Noise of a study: how far apart its controls end, and what it takes to resolve a gap of a given size.
 
 In exact arithmetic a control is bf16, so the gaps of the controls are noise alone, with a mean of zero; those of a
 recipe that does no harm have the same spread. The floor is their root mean square. Its interval is that of chi-square
@@ -41,7 +41,7 @@ class Noise:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the floor, 95 %, on both sides."""
+        """Interval of the floor, 95 %, on both sides."""
         tail = (1 - CONFIDENCE) / 2
         low, high = (math.sqrt(self.seeds / chi_square(self.seeds, p)) for p in (1 - tail, tail))
         return low * self.floor, high * self.floor
@@ -82,7 +82,7 @@ class Noise:
 
 
 def noise_of(by_step: Mapping[int, Sequence[float]], seeds: int) -> Noise:
-    """From the controls' gaps by evaluated step, all runs at each."""
+    """Computes the noise from the controls' gaps by evaluated step, all runs at each."""
     floors = {step: root_mean_square(gaps) for step, gaps in by_step.items()}
     return Noise(tuple(by_step[max(by_step)]), seeds, floors)
 
@@ -92,7 +92,7 @@ def root_mean_square(values: Sequence[float]) -> float:
 
 
 def half_width(spread: float, seeds: int, power: float | None = None) -> float:
-    """Of the 95 % interval of a mean over seeds; with ``power`` the gap that is found with that probability."""
+    """Half the width of the 95 % interval of a mean over seeds; with ``power`` the gap found with that probability."""
     if seeds < 2:
         return math.inf
     t = student_t(seeds - 1) + (0.0 if power is None else student_t(seeds - 1, 2 * power - 1))

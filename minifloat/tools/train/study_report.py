@@ -1,4 +1,4 @@
-"""What a loss study leaves behind: its checks, its plots, and a report as Markdown and as JSON."""
+"""Results of a loss study: its checks, its plots, and a report as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Results = Mapping[Job, Result]
 
 
 def problems_of_runs(results: Results) -> list[str]:
-    """What is wrong with single runs: they stopped early, or their linears ran in other formats than they should."""
+    """Lists what is wrong with single runs: they stopped early, or their linears ran in wrong formats."""
     problems = []
     for job, result in results.items():
         if result.error is not None:
@@ -48,7 +48,7 @@ def whole(results: Results) -> dict[Job, Result]:
 
 
 def broken_rows(results: Results) -> list[tuple[str, str]]:
-    """What broke down, by run name, and at which step of which seeds."""
+    """Lists what broke down, by run name, and at which step of which seeds."""
     broken = _by_name({job: result for job, result in results.items() if result.broke_at is not None})
     return [
         (name, ", ".join(f"broke down at step {each.broke_at} (seed {each.job.seed})" for each in group))

@@ -1,4 +1,4 @@
-"""How far the runs of a study are from bf16, and whether that is too far.
+"""Statistics of a study: how far its runs are from bf16, and whether that is too far.
 
 The gap of a run is relative: its final validation loss over that of bf16 with the same seed, less one. Seeds are the
 sample. An interval is Student's: mean +- t s / sqrt(n), with the standard deviation s of the n seeds and the quantile t
@@ -76,7 +76,7 @@ class Outcome:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, for a recipe that failed."""
+        """Says what is wrong with a recipe that failed."""
         if self.limit is None or self.passed:
             return None
         controls = "of too few seeds for the controls"
@@ -90,7 +90,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """Says the result in words."""
         if self.limit is None:
             return "control"
         if self.within:
@@ -118,7 +118,7 @@ def student_t(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 
 def inverse(rising: Callable[[float], float], value: float, high: float) -> float:
-    """Where, between 0 and ``high``, a rising function has a value."""
+    """Finds where, between 0 and ``high``, a rising function has a value."""
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -133,7 +133,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def p_value(gaps: Sequence[float], controls: Sequence[Sequence[float]]) -> float:
-    """How likely a mean absolute gap as large as that of ``gaps`` is, were they as the gaps of the controls.
+    """Probability of a mean absolute gap as large as that of ``gaps``, were they like the gaps of the controls.
 
     An exact permutation test. If the recipe did no more than another order of sums does, then at each seed its absolute
     gap and those of the controls could as well have come in any other order. So of all the ways to take one of them at

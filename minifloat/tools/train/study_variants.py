@@ -1,4 +1,4 @@
-"""What a study can run beside the plain recipes: ``RECIPE+OPTION+...``, such as ``nvfp4+no-rht``.
+"""Variants that a study can run beside the plain recipes: ``RECIPE+OPTION+...``, such as ``nvfp4+no-rht``.
 
 =================  =====================================================================================
 ``no-rht``         NVFP4 without the Hadamard transform of the wgrad operands
@@ -66,7 +66,7 @@ class Variant:
         return cls(recipe, frozenset(options))
 
     def quantized_layers(self, sizes: ModelConfig) -> int:
-        """How many layers of the model compute in the recipe."""
+        """Number of layers of the model that compute in the recipe."""
         share = max((TAILS.get(option, 0.0) for option in self.options), default=0.0)
         return sizes.layers - (max(1, round(share * sizes.layers)) if share else 0)
 

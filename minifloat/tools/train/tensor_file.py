@@ -35,7 +35,7 @@ CHUNK = 2**24  # bytes that are hashed and written at a time
 
 @dataclass(frozen=True)
 class Stored:
-    """What an index says of a file: its size and its SHA-256, as ``sha256sum`` prints it."""
+    """Entry of a file in an index: its size and its SHA-256, as ``sha256sum`` prints it."""
 
     size: int
     sha256: str
@@ -120,7 +120,7 @@ def open_plain(path: Path) -> BufferedReader:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Its memory."""
+    """Bytes of a tensor, in its memory."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 

@@ -44,7 +44,7 @@ def read_tokenizer(content: bytes, path: Path) -> Tokenizer:
 
 @contextmanager
 def tokenizer_errors(problem: str) -> Iterator[None]:
-    """What the tokenizers library raises is a ValueError; it raises no class of its own, and panics of Rust."""
+    """Turns what the tokenizers library raises into a ValueError; it raises no class of its own, and panics of Rust."""
     try:
         yield
     except BaseException as error:
