@@ -19,26 +19,27 @@ def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("site")
-    built = build(ROOT / "mkdocs.yml", out)
+def test_site(tmp_path: Path) -> None:
+    """One build for all checks: it takes seconds."""
+    built = build(ROOT / "mkdocs.yml", tmp_path)
     assert built.returncode == 0, built.stderr
-    return out
+    check_api_reference_has_every_public_name(tmp_path)
+    check_types_of_the_reference_are_those_of_python(tmp_path)
+    check_pages_reach_files_outside_of_docs(tmp_path)
 
 
 def text_of(page: Path) -> str:
     return unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
 
-def test_api_reference_has_every_public_name(site: Path) -> None:
+def check_api_reference_has_every_public_name(site: Path) -> None:
     pages = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     for module in ("minifloat", "minifloat.functional", "minifloat.distributed", "minifloat.optim"):
         names = set(importlib.import_module(module).__all__) - {"optim"}  # a module, which has a page of its own
         assert sorted(name for name in names if f'id="{module}.{name}"' not in pages) == [], module
 
 
-def test_types_of_the_reference_are_those_of_python(site: Path) -> None:
+def check_types_of_the_reference_are_those_of_python(site: Path) -> None:
     """``Size`` is an int to a reader, ``RecipeLike`` a recipe or a name; keywords behind ``**options`` are listed."""
     text = text_of(site / "api/layers.html")
     layer = text[text.index("TransformerLayer(") :]
@@ -50,7 +51,7 @@ def test_types_of_the_reference_are_those_of_python(site: Path) -> None:
     assert ":class:" not in reference and ":func:" not in reference and ":meth:" not in reference
 
 
-def test_pages_reach_files_outside_of_docs(site: Path) -> None:
+def check_pages_reach_files_outside_of_docs(site: Path) -> None:
     """Results are served with the site, and their links among each other lead somewhere."""
     links = set(re.findall(r'href="(files/[^"#]+)', (site / "benchmarks.html").read_text()))
     assert "files/benchmarks/results/2026-11-27-h200-model.txt" in links

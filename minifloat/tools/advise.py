@@ -92,13 +92,13 @@ class Line:
     seconds: Mapping[str, float]
 
     def gain(self, recipe: str) -> float:
-        """How many times as fast as bf16."""
+        """Speed under ``recipe``, relative to bf16."""
         return self.seconds[BASELINE] / self.seconds[recipe]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What each linear would gain, the recipe that is fastest where layers that lose stay in bf16, and what is unknown.
+    """Gain of each linear, the recipe that is fastest where layers that lose stay in bf16, and what is unknown.
 
     Attributes:
         lines: of the linears that ``convert`` converts.

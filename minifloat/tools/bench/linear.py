@@ -40,7 +40,7 @@ GRID = (
     (8192, 8192),
 )
 GRID_RECIPES = ("current", "delayed", "rowwise", "block", "mxfp8")
-"""Of suite ``shapes``, from which ``minifloat advise`` predicts: (out, in), at each number of tokens."""
+"""Recipes of suite ``shapes``, from which ``minifloat advise`` predicts."""
 COMPILED = ("delayed", "current", "block")
 TINY = 64  # what shapes are divided by on a CPU
 
