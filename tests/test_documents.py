@@ -109,7 +109,9 @@ def test_documents_are_tidy(document: str) -> None:
 
 
 FILES = [
-    str(file.relative_to(ROOT)) for top in ("minifloat", "tests", "benchmarks") for file in (ROOT / top).rglob("*")
+    str(file.relative_to(ROOT))
+    for top in ("minifloat", "tests", "benchmarks", "docs")
+    for file in (ROOT / top).rglob("*")
 ]
 OF_READERS = ("tests/test_x.py", "train.py")
 """Files that a document tells its reader to write."""
