@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\(([^)#:\s]+)((?:#[^)\s]*)?)\)")
 FENCE = re.compile(r"^( *```python) .+$", re.MULTILINE)
 """Options of a block of code, which tests read."""
+TABLE = re.compile(r"^=+(?: +=+)+\n(?:.+\n)*=+(?: +=+)+$", re.MULTILINE)
 ROLE = re.compile(r":[a-z]+:`~?([^`]+)`")
 
 
@@ -78,6 +79,22 @@ def on_post_build(config: MkDocsConfig) -> None:
 # ---- the API reference ----
 
 
+def markdown_table(match: re.Match[str]) -> str:
+    """Writes a table of a docstring, with columns below rules, as Markdown. A row without a first cell goes on."""
+    rule, *lines = match[0].splitlines()
+    starts = [column.start() for column in re.finditer("=+", rule)]
+    spans = [slice(*ends) for ends in zip(starts, [*starts[1:], None], strict=True)]
+    cut = [[line[span].strip() for span in spans] for line in lines if line[0] != "="]
+    rows = [] if sum(line[0] == "=" for line in lines) > 1 else [[""] * len(spans)]
+    for cells in cut:
+        if cells[0] or not rows:
+            rows.append(cells)
+        else:
+            rows[-1] = [" ".join(filter(None, pair)) for pair in zip(rows[-1], cells, strict=True)]
+    rows.insert(1, ["---"] * len(spans))
+    return "\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
 class ReaderTypes(griffe.Extension):
     """Writes ``int`` where an annotation says ``Size``, lists the keywords of ``**options``, drops Sphinx's roles."""
 
@@ -90,7 +107,7 @@ class ReaderTypes(griffe.Extension):
             if member.is_alias:
                 continue
             if member.docstring:
-                member.docstring.value = ROLE.sub(r"`\1`", member.docstring.value)
+                member.docstring.value = TABLE.sub(markdown_table, ROLE.sub(r"`\1`", member.docstring.value))
             if isinstance(member, griffe.Function):
                 self.rewrite(member)
             elif isinstance(member, griffe.Module | griffe.Class):
