@@ -254,7 +254,7 @@ def joined(operand: Operand | SeparateOperands) -> Operand:
 
 def joined_for_dgrad(operand: Operand | SeparateOperands, dy: Operand) -> Operand:
     """Returns it in one piece of memory, and in the memory order that dgrad wants; ``dy``: what it multiplies."""
-    if torch.compiler.is_compiling() and operand.codes.dim() == 3:
+    if operand.codes.dim() == 3 and torch.compiler.is_compiling():
         copies: list[Any] = grouped.copied_after([each for each in operand[:3] if each is not None], dy.codes)
         operand = Operand(*copies, *[None] * (3 - len(copies)), *operand[3:])
     weight = joined(operand)
