@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 import minifloat
+from minifloat.recipe import NAMES
 from minifloat.tools import cli
+from minifloat.tools.cli import names
+from minifloat.tools.train.model import MODELS
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +48,22 @@ def test_it_is_a_module_too() -> None:
 def test_doctor_needs_torch_alone() -> None:
     done = python("-c", WITHOUT, "doctor", "--device", "cpu")
     assert done.returncode == 0 and "scaled product" in done.stdout and "rich" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("line", ["--help", "train --help", "generate --help", "doctor --help", "train --recipe fp7"])
+def test_help_and_a_wrong_recipe_wait_for_no_pytorch(line: str) -> None:
+    """Which takes seconds to import; all the rest is a fifth of one."""
+    probe = (
+        "import atexit, sys; from minifloat_command import main; "
+        "atexit.register(lambda: print('torch' in sys.modules, 'minifloat' in sys.modules)); main()"
+    )
+    done = python("-c", probe, *line.split())
+    assert done.returncode == (2 if "fp7" in line else 0) and done.stdout.endswith("False True\n"), done
+
+
+def test_names_in_the_help_are_those_that_exist() -> None:
+    """Help names them without the modules that define them."""
+    assert sorted(names.RECIPES) == sorted(NAMES) and names.MODELS == tuple(MODELS)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from minifloat.functional import Gemm
 from minifloat.ops import matmul
 from minifloat.recipe import NAMES, named
 from minifloat.tools.cli.output import LOCK, claimed
-from minifloat.tools.cli.train_job import MAX_GAP, MAX_GRADIENT_GAP
+from minifloat.tools.cli.names import MAX_GAP, MAX_GRADIENT_GAP
 from minifloat.tools.train import data, report
 from minifloat.tools.train.loop import Metrics, Run, TrainConfig, train
 from tests.helpers.micro_training import CPU, MICRO, invoke, micro_model, write_texts

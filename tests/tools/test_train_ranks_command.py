@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from minifloat.tools.cli.ranks import check_started
-from minifloat.tools.cli.train import check_experts
+from minifloat.tools.cli.train_job import check_experts
 from minifloat.tools.train import loop
 from minifloat.tools.train.data import Batches
 from minifloat.tools.train.model import MODELS, ModelConfig

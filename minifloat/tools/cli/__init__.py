@@ -35,6 +35,7 @@ def plain_doctor(arguments: Sequence[str]) -> None:
     """`minifloat doctor` without typer."""
     from argparse import ArgumentParser
 
+    load()
     from minifloat.tools.cli.doctor import show
 
     parser = ArgumentParser("minifloat doctor")
@@ -48,6 +49,7 @@ def plain_doctor(arguments: Sequence[str]) -> None:
 def print_version(asked: bool) -> None:
     """Prints the version and ends the command, where it was asked for."""
     if asked:
+        load()
         import minifloat
 
         print(f"minifloat {minifloat.__version__}")
@@ -58,13 +60,12 @@ def build() -> typer.Typer:
     """The application with all its commands."""
     import typer
 
-    from minifloat.tools.cli import advise, bench, generate, study, train
-    from minifloat.tools.cli.doctor import show
+    from minifloat.tools.cli import generate, train
+    from minifloat.tools.cli.late import late
 
     app = typer.Typer(name="minifloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.command("train")(train.train)
     app.command("generate")(generate.generate)
-    app.command("study")(study.study)
     asked = typer.Option(False, "--version", callback=print_version, is_eager=True, help="show the version and end")
     name = typer.Option("auto", help="auto, cpu, cuda or cuda:N")
 
@@ -75,12 +76,24 @@ def build() -> typer.Typer:
     @app.command()
     def doctor(device: str = name) -> None:
         """Show what runs native, by our kernels or emulated on this machine, and why; with all versions."""
+        load()
+        from minifloat.tools.cli.doctor import show
+
         with user_errors():
             show(choose_device(device))
 
-    app.command("bench")(bench.bench)
-    app.command("advise")(advise.command)
+    late(app, "study", "Compare the final losses of recipes with bf16's over several seeds, beside control pairs.")
+    late(app, "bench", "Measure speed beside plain torch, torchao and Transformer Engine, each result checked first.")
+    late(app, "advise", "Predict which linears of a model gain from which recipe, from measured times.", "command")
     return app
+
+
+def load() -> None:
+    """Executes the package, and imports PyTorch with it, where `minifloat_command` has put that off."""
+    package = sys.modules["minifloat"]
+    if not hasattr(package, "__version__"):
+        assert package.__spec__ is not None and package.__spec__.loader is not None
+        package.__spec__.loader.exec_module(package)
 
 
 @contextmanager

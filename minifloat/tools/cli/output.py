@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from minifloat.tools.train.loop import Metrics
-
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-Observer = Callable[[Metrics], None]
+    from minifloat.tools.train.run import Metrics
+
+    Observer = Callable[[Metrics], None]
 LOCK = ".lock"
 
 

@@ -14,15 +14,13 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from minifloat.tools.cli.names import TIMEOUT
 from minifloat.tools.train.ranks import ALONE, Ranks
 
 T = TypeVar("T")
 MOST_MINUTES = 7 * 24 * 60
 PATIENCE = timedelta(hours=1)
 """Until the first step is done, and after the last: ranks read, load, compile and report at speeds of their own."""
-
-TIMEOUT = 10.0
-"""Minutes between: PyTorch's own default for NCCL, and longer than a checkpoint takes to write."""
 
 
 @contextmanager

@@ -129,6 +129,14 @@ def _last_folder(name: str) -> Path:
     return folders[-1]
 
 
+def newest_out() -> Path:
+    """The `--out` in `runs` that has the newest checkpoint; raises ValueError where there is none."""
+    found = list(RUNS.glob(f"*/checkpoints/*/*/{PLAIN}"))
+    if not found:
+        raise ValueError(f"no run in {RUNS} has a checkpoint; name a CHECKPOINT, or make one with minifloat train")
+    return max(found, key=lambda file: file.stat().st_mtime_ns).parents[3]
+
+
 def _nothing_in(out: Path, names: Sequence[str]) -> ValueError:
     return ValueError(
         f"{out} has no complete checkpoint of {' or '.join(names)} to continue from; check --out and --recipe, or "

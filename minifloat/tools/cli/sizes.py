@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from minifloat.tools.cli.names import MODEL, choice
 from minifloat.tools.train.hf import HuggingFace
 from minifloat.tools.train.model import MODELS, ModelConfig
 from minifloat.tools.train.ranks import Ranks
@@ -17,7 +18,6 @@ from minifloat.tools.train.run import TrainConfig
 
 STATE_BYTES = 16  # of a parameter: weight, gradient and two moments of the optimizer, fp32
 GIB = 2**30
-DEFAULT = "tiny"
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def sizes_of(model: str | None, own: OwnSizes, hf: Path | None = None) -> ModelC
                 "--mlp-hidden, --experts, --top-k and --expert-bias-rate out"
             )
         return HuggingFace.read(hf, own.context)
-    model = DEFAULT if model is None else model
+    model = MODEL if model is None else model
     if model not in MODELS:
         raise ValueError(
-            f"--model: there is no model {model!r}; choose from {', '.join(MODELS)}, or give sizes of your own with "
+            f"--model: there is no model {model!r}; {choice(model, tuple(MODELS))}, or give sizes of your own with "
             "--layers, --hidden, --heads and --context"
         )
     return own.of(MODELS[model])

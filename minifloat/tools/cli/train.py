@@ -8,31 +8,19 @@ from typing import Annotated
 
 import typer
 
-from minifloat.recipe import NAMES, DelayedScaling
-from minifloat.tools.cli import choose_device, user_errors
-from minifloat.tools.cli.output import claimed, out_folder, output_optional, tensorboard_class
-from minifloat.tools.cli.ranks import PATIENCE, TIMEOUT, decided_by_first, from_first, joined
-from minifloat.tools.cli.resume import Start, choose, choose_folder
-from minifloat.tools.cli.sizes import DEFAULT, OwnSizes, check_memory, sizes_of
-from minifloat.tools.cli.train_job import (
+from minifloat.tools.cli import load, user_errors
+from minifloat.tools.cli.names import (
     BF16,
     MAX_GAP,
     MAX_GAP_4BIT,
     MAX_GRADIENT_GAP,
-    Job,
-    check_recipe,
-    conclude,
-    default_gap,
-    recipe_of,
-    run_or_stop,
-    settings_of,
+    MODEL,
+    MODELS,
+    RECIPES,
+    TIMEOUT,
+    check_names,
 )
-from minifloat.tools.train import data
-from minifloat.tools.train.checkpoint_writer import check_saves
-from minifloat.tools.train.hf import HuggingFace
-from minifloat.tools.train.interrupt import end_with_launcher
-from minifloat.tools.train.loop import TrainConfig
-from minifloat.tools.train.model import MODELS, ModelConfig
+from minifloat.tools.cli.output import out_folder, output_optional
 
 
 def train(
@@ -42,11 +30,11 @@ def train(
             help="text files or folders, or one packed token file (.npy, .bin); default: Python's standard library"
         ),
     ] = None,
-    recipe: Annotated[str, typer.Option(help=f"one of {', '.join(NAMES)} or {BF16}")] = "current",
+    recipe: Annotated[str, typer.Option(help=f"one of {', '.join(RECIPES)} or {BF16}")] = "current",
     against: Annotated[
         str | None, typer.Option(help="a second recipe, from the same start on the same batches, such as bf16")
     ] = None,
-    model: Annotated[str | None, typer.Option(help=f"one of {', '.join(MODELS)}; default: {DEFAULT}")] = None,
+    model: Annotated[str | None, typer.Option(help=f"one of {', '.join(MODELS)}; default: {MODEL}")] = None,
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 120,
     hf: Annotated[
         Path | None, typer.Option(help="in place of --model: a transformers config.json, or a folder with weights too")
@@ -123,12 +111,25 @@ def train(
     recipe's and, where there is a second recipe to compare with, when the losses are too far apart. Ctrl-C saves a
     checkpoint after the step in progress; on a CPU a run that was stopped has the losses of one that was not.
     """
+    with user_errors():
+        names = check_names(recipe, against)
+    load()
+    from minifloat.tools.cli import choose_device
+    from minifloat.tools.cli import train_job as jobs
+    from minifloat.tools.cli.output import claimed, tensorboard_class
+    from minifloat.tools.cli.ranks import PATIENCE, decided_by_first, from_first, joined
+    from minifloat.tools.cli.resume import Start, choose, choose_folder
+    from minifloat.tools.cli.sizes import OwnSizes, check_memory, sizes_of
+    from minifloat.tools.train import data
+    from minifloat.tools.train.checkpoint_writer import check_saves
+    from minifloat.tools.train.interrupt import end_with_launcher
+    from minifloat.tools.train.run import TrainConfig
+
     with ExitStack() as held:  # the streams and the folder, for the whole command
         held.enter_context(output_optional())
         with user_errors():
             end_with_launcher()
-            names = check_names(recipe, against)
-            check_limits(max_gap, max_gradient_gap)
+            jobs.check_limits(max_gap, max_gradient_gap)
             own = OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context, experts, top_k, expert_bias_rate)
             sizes = sizes_of(model, own, hf)
             rate = sizes.learning_rate if learning_rate is None else learning_rate
@@ -144,10 +145,10 @@ def train(
                 joined(tp, fsdp, etp, ep, sequence_parallel, choose_device(device), timeout)
             )
             sizes.check_ranks(ranks.size if hf else ranks.tp.size)
-            check_experts(ep, sizes, names)
+            jobs.check_experts(ep, sizes, names)
             check_memory(sizes, config, chosen, ranks)
             check_saves(save_every, keep)
-            settings = {name: settings_of(name, sizes, config, corpus) for name in names}
+            settings = {name: jobs.settings_of(name, sizes, config, corpus) for name in names}
             if from_first(settings, ranks) != settings:
                 raise ValueError("this rank has other text or options than the first; start all with the same ones")
             folder = from_first(choose_folder(names, out, resume, resume_from), ranks)
@@ -157,52 +158,17 @@ def train(
                 return choose(settings, folder, resume, resume_from)
 
             start = decided_by_first(begin, ranks)
-            job = Job(
+            job = jobs.Job(
                 names, sizes, config, corpus, chosen, folder, save_every, keep, start, tensorboard, ranks, cuda_graph,
             )  # fmt: skip
         if hf is not None and ranks.first:
             typer.echo(f"model: {sizes}")
         if start.weights:
             typer.echo(f"another run, from the weights of {resume_from}, which had {start.difference}")
-        runs = run_or_stop(job)
+        runs = jobs.run_or_stop(job)
         ranks.set_timeout(PATIENCE)
-        limit = default_gap(recipe) if max_gap is None else max_gap
+        limit = jobs.default_gap(recipe) if max_gap is None else max_gap
         with user_errors():
-            passed = from_first(not ranks.first or conclude(job, runs, limit, max_gradient_gap), ranks)
+            passed = from_first(not ranks.first or jobs.conclude(job, runs, limit, max_gradient_gap), ranks)
         if not passed:
             raise typer.Exit(1)
-
-
-def check_names(recipe: str, against: str | None) -> tuple[str, ...]:
-    """The names of the runs; raises ValueError for a recipe that does not exist."""
-    check_recipe(recipe)
-    if against is None:
-        return (recipe,)
-    check_recipe(against, "--against")
-    if recipe == against:
-        raise ValueError(f"--against {against} compares {recipe} with itself; choose another recipe")
-    return recipe, against
-
-
-def check_experts(ep: int | None, sizes: ModelConfig | HuggingFace, names: tuple[str, ...]) -> None:
-    """Raises ValueError for experts that `ep` ranks cannot share out."""
-    if ep is None:
-        return
-    experts = sizes.experts if isinstance(sizes, ModelConfig) else 0
-    if not experts:
-        raise ValueError(f"--ep {ep} shares out experts, and the model has none; give --experts, or leave --ep out")
-    if experts % ep:
-        raise ValueError(f"--experts {experts} cannot be shared out over --ep {ep} ranks alike; choose a divisor")
-    delayed = next((name for name in names if ep > 1 and isinstance(recipe_of(name), DelayedScaling)), None)
-    if delayed is not None:
-        raise ValueError(
-            f"--ep {ep} and the recipe {delayed}: delayed scaling has other histories on each rank, which checkpoints "
-            "of this command lack; choose --recipe current or a recipe of blocks, or --etp in place of --ep"
-        )
-
-
-def check_limits(max_gap: float | None, max_gradient_gap: float) -> None:
-    """Raises ValueError for limits that nothing, or not even a twin, would meet."""
-    for option, limit in (("--max-gap", max_gap), ("--max-gradient-gap", max_gradient_gap)):
-        if limit is not None and not limit >= 0:
-            raise ValueError(f"{option} is {limit}; choose 0 or more, such as {MAX_GAP}, or inf for any")

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import typer
 
-from minifloat.recipe import NAMES, Recipe, named
+from minifloat.recipe import DelayedScaling, Recipe, named
 from minifloat.tools.cli import device_name, user_errors
+from minifloat.tools.cli.names import BF16, MAX_GAP, MAX_GAP_4BIT
 from minifloat.tools.cli.output import Observer, observers
 from minifloat.tools.cli.ranks import PATIENCE, launcher
 from minifloat.tools.cli.resume import Start, checkpoint_folder, resume_command
@@ -29,14 +30,6 @@ from minifloat.tools.train.loop import Interrupted, Run, TrainConfig
 from minifloat.tools.train.loop import train as train_model
 from minifloat.tools.train.model import ModelConfig
 from minifloat.tools.train.ranks import ALONE, Ranks
-
-BF16 = "bf16"  # the name of no recipe: the same model and the same bf16 activations, nothing quantized
-
-# Relative, of the final validation losses of FP8; 4-bit elements learn visibly slower in a run this short.
-MAX_GAP = 0.05
-MAX_GAP_4BIT = 0.10
-# Relative, of the first gradient norms: rounding moves them by up to 6 %, a scale off by two by 20 % and more.
-MAX_GRADIENT_GAP = 0.12
 
 
 @dataclass(frozen=True)
@@ -88,10 +81,28 @@ def settings_of(
     return {"recipe": name, "model": model.settings(), **text, **config.settings()}
 
 
-def check_recipe(name: str, option: str = "--recipe") -> None:
-    """Raises ValueError, which names the option, for a recipe that does not exist."""
-    if name not in (*NAMES, BF16):
-        raise ValueError(f"{option}: there is no recipe {name!r}; choose from {', '.join((*NAMES, BF16))}")
+def check_experts(ep: int | None, sizes: ModelConfig | HuggingFace, names: tuple[str, ...]) -> None:
+    """Raises ValueError for experts that `ep` ranks cannot share out."""
+    if ep is None:
+        return
+    experts = sizes.experts if isinstance(sizes, ModelConfig) else 0
+    if not experts:
+        raise ValueError(f"--ep {ep} shares out experts, and the model has none; give --experts, or leave --ep out")
+    if experts % ep:
+        raise ValueError(f"--experts {experts} cannot be shared out over --ep {ep} ranks alike; choose a divisor")
+    delayed = next((name for name in names if ep > 1 and isinstance(recipe_of(name), DelayedScaling)), None)
+    if delayed is not None:
+        raise ValueError(
+            f"--ep {ep} and the recipe {delayed}: delayed scaling has other histories on each rank, which checkpoints "
+            "of this command lack; choose --recipe current or a recipe of blocks, or --etp in place of --ep"
+        )
+
+
+def check_limits(max_gap: float | None, max_gradient_gap: float) -> None:
+    """Raises ValueError for limits that nothing, or not even a twin, would meet."""
+    for option, limit in (("--max-gap", max_gap), ("--max-gradient-gap", max_gradient_gap)):
+        if limit is not None and not limit >= 0:
+            raise ValueError(f"{option} is {limit}; choose 0 or more, such as {MAX_GAP}, or inf for any")
 
 
 def recipe_of(name: str) -> Recipe | None:

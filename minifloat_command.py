@@ -1,0 +1,14 @@
+"""The `minifloat` command, outside of the package: importing that takes seconds, for PyTorch, which help does not need."""
+
+import sys
+from importlib.util import find_spec, module_from_spec
+
+
+def main() -> None:
+    """Enters the package as Python's import does, but leaves what it executes to `load`, once a command runs."""
+    spec = find_spec("minifloat")
+    assert spec is not None
+    sys.modules.setdefault("minifloat", module_from_spec(spec))
+    from minifloat.tools.cli import main
+
+    main()
