@@ -1,4 +1,4 @@
-"""The `minifloat` command, outside of the package: importing that takes seconds, for PyTorch, which help does not need."""
+"""The `minifloat` command, outside of the package, whose import takes seconds, for PyTorch: help does not need it."""
 
 import sys
 from importlib.util import find_spec, module_from_spec

@@ -63,7 +63,7 @@ def test_help_and_a_wrong_recipe_wait_for_no_pytorch(line: str) -> None:
 
 def test_names_in_the_help_are_those_that_exist() -> None:
     """Help names them without the modules that define them."""
-    assert sorted(names.RECIPES) == sorted(NAMES) and names.MODELS == tuple(MODELS)
+    assert sorted(names.RECIPES) == sorted(NAMES) and tuple(MODELS) == names.MODELS
 
 
 @pytest.mark.parametrize(

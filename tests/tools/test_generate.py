@@ -121,6 +121,34 @@ def test_generate_command(out: Path) -> None:
     assert command(out, "--tokens", 3, "--recipe", "bf16")[0] == 0
 
 
+def test_of_several_runs_it_takes_the_newest_and_the_recipe_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `make train` leaves them: the recipe's run beside its twin in bf16, in a folder of the newest date or not."""
+    monkeypatch.chdir(tmp_path)
+    code, output = command()
+    assert code == 2 and "no run in runs has a checkpoint; name a CHECKPOINT" in output
+    text = write_texts(tmp_path)
+    for recipe, out in (("mxfp8", ()), ("current", ("--out", "runs/aside"))):
+        code, output = invoke(
+            "train", text, "--model", "micro", "--recipe", recipe, "--against", "bf16", "--steps", 1, "--batch-size", 2,
+            "--max-gap", "inf", "--max-gradient-gap", "inf", "--device", "cpu", *out,
+        )  # fmt: skip
+        assert code == 0, output
+    mxfp8 = next(Path("runs").glob("mxfp8-*"))
+    for arguments, taken in (
+        ((), "aside/checkpoints/current"),
+        (("--recipe", "block"), "aside/checkpoints/current"),
+        (("--recipe", "bf16"), "aside/checkpoints/bf16"),
+    ):
+        code, output = command(*arguments, "--tokens", 3)
+        assert code == 0 and f"from runs/{taken}/step-00000001" in output, output
+    asked = ("--tokens", 9, "--temperature", 0)
+    own = command(mxfp8 / "checkpoints" / "mxfp8", *asked)
+    assert command(mxfp8, *asked) == command(mxfp8 / "checkpoints", *asked) == own
+    (mxfp8 / "checkpoints" / "bf16").rename(mxfp8 / "checkpoints" / "block")
+    code, output = command(mxfp8)
+    assert code == 2 and "has several runs; choose" in output
+
+
 def test_generate_with_a_tokenizer(out: Path, tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path / "own.json")
     (tmp_path / "text").mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from minifloat import Linear
 from minifloat.functional import Gemm
 from minifloat.ops import matmul
 from minifloat.recipe import NAMES, named
-from minifloat.tools.cli.output import LOCK, claimed
+from minifloat.tools.cli import output
 from minifloat.tools.cli.names import MAX_GAP, MAX_GRADIENT_GAP
+from minifloat.tools.cli.output import LOCK, claimed
 from minifloat.tools.train import data, report
 from minifloat.tools.train.loop import Metrics, Run, TrainConfig, train
 from tests.helpers.micro_training import CPU, MICRO, invoke, micro_model, write_texts
@@ -197,6 +199,16 @@ def test_report_has_every_field() -> None:
     assert "**passed**" in report.render(runs[1:], {}, 3.25, None, [])
 
 
+def test_figure_has_the_losses_and_the_gap() -> None:
+    runs = [made_run("current", [1.0, 1.0], 2.2), made_run("bf16", [1.0, 1.0], 2.0)]
+    losses, gap = report.figure(runs, 3.25, "current and bf16, micro, 2026-11-27").axes
+    assert losses.get_title().startswith("current and bf16, micro, 2026-11-27\n")
+    trained, marked, _ = (line.get_xydata().tolist() for line in gap.lines)
+    assert trained == [[1, 0], [2, 0]] and marked == [[2, pytest.approx(10)]]
+    assert [line.get_ydata()[-1] for line in losses.lines] == [4.5, 2.2, 4.5, 2.0, 3.25]
+    assert len(report.figure(runs[:1], 3.25, "current").axes) == 1
+
+
 # Command
 
 
@@ -220,6 +232,41 @@ def test_train_command(folder: Path, tmp_path: Path, recipe: str) -> None:
     assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
     text = (out / "report.md").read_text()
     assert "**passed**" in text and f"| {recipe} | wgrad |" in text and "| bf16 | fprop |" in text
+
+
+def test_command_says_at_once_what_it_does_and_then_how_far_it_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no terminal shows bars; the estimate counts both runs."""
+    monkeypatch.setattr(output, "EVERY", 0.0)
+    code, said = micro_command(folder, tmp_path / "out")
+    first, second, third, *lines = said.splitlines()
+    assert code == 0 and first == "minifloat train: current and then bf16, model micro, 20 steps"
+    assert re.fullmatch(r"41,120 parameters, on cpu: .*; text: .*", second) and third == f"results: {tmp_path / 'out'}"
+    assert len([line for line in lines if re.fullmatch(r"about \d:\d\d to go, for 40 steps in all", line)]) == 1
+    status = r"loss \d\.\d{3} lr \d\.\de-\d\d norm \d+\.\d\d [\d,]+ bytes/s \d+\.\d\d GiB"
+    step = rf"(\w+): step (\d+) of 20, {status}(?:, \d:\d\d to go)?"
+    told = [found.groups() for line in lines if (found := re.fullmatch(step, line))]
+    assert told == [(run, str(each)) for run in ("current", "bf16") for each in range(1, 21)]
+
+
+def test_time_left_is_that_of_the_steps_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs to step 20, the first resumed after step 12; the first step takes a minute, the others 4 seconds."""
+    now = 0.0
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    left = {"a": 8, "b": 20}
+    clock, said = output.Clock(28), []
+    for name in left:
+        for step in range(1, 21):
+            now += (60.0 if (name, step) == ("a", 13) else 4.0) if step > 20 - left[name] else 0.0
+            said += clock.lines(name, Metrics(step, 1.0, 1.0, 1.0, 1.0, 1.0), 20, left, "STATUS", False)
+    assert said[:4] == [
+        "a: step 13 of 20, STATUS",  # what is left is not known yet
+        "about 1:36 to go, for 28 steps in all",
+        "a: step 16 of 20, STATUS, 1:36 to go",
+        "a: step 19 of 20, STATUS, 1:24 to go",
+    ]
+    assert said[-1] == "b: step 20 of 20, STATUS, 0:00 to go" and len(said) == 1 + 1 + 9
 
 
 # which scale argument of which GEMM belongs to a tensor: 2 is operand a's, 9 is operand b's

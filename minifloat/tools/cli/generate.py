@@ -45,7 +45,8 @@ def generate(
         from minifloat.tools.train.checkpoint import locate
 
         checkpoint = locate(run_of(path or newest_out(), recipe))
-        name = recipe or recipe_name(checkpoint)
+        trained = recipe_name(checkpoint)
+        name = recipe or trained
         check_recipe(name)
         codec = sampling.Codec(checkpoint, tokenizer)
         model = sampling.load_model(checkpoint, recipe_of(name), choose_device(device))
@@ -61,7 +62,7 @@ def generate(
 
 
 def run_of(path: Path, recipe: str | None) -> Path:
-    """Of several runs in an `--out` the folder of the recipe's, else of the one that is not bf16; else `path` itself."""
+    """Of several runs in an `--out` the folder of the recipe's, else of the one that is not bf16; else `path`."""
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     names = {file.parent.parent.name for file in folder.glob("*/*/checkpoint.json")}
     left = names & {recipe} or names - {BF16}

@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 
     from minifloat.tools.train.run import Metrics
 
-    Observer = Callable[[Metrics], None]
+Observer = Callable[["Metrics"], None]
 LOCK = ".lock"
+EVERY = 10.0  # seconds between lines where there is no bar
+STATUS = "{task.completed}/{task.total} {task.fields[status]}"
+ESTIMATED = 4  # steps after which the time left is told
 
 
 class MetricsFile:
@@ -72,45 +76,99 @@ def _run_of(line: bytes) -> object:
 
 @contextmanager
 def observers(
-    out: Path, names: Sequence[str], steps: int, unit: str, tensorboard: bool
+    out: Path, left: Mapping[str, int], steps: int, unit: str, tensorboard: bool, peak: Callable[[], int | None]
 ) -> Iterator[Callable[[str], Observer]]:
     """Gives a function from a run's name to its observer. Writes metrics.jsonl, and TensorBoard's files if asked for.
 
     Both are written from a run's first step on, that of a resumed run too; until a run has one, what they have of it
     stays. Raises ValueError without TensorBoard.
+
+    Args:
+        left: the runs of this command, and how many of their `steps` are to be done.
+        peak: the memory in use at most so far, in bytes.
     """
     with ExitStack() as stack:
-        file = MetricsFile(out / "metrics.jsonl", names)
+        file = MetricsFile(out / "metrics.jsonl", tuple(left))
         progress = stack.enter_context(progress_bar())
         write = stack.enter_context(tensorboard_writers(out / "tensorboard")) if tensorboard else None
-        yield lambda name: observer(name, steps, unit, file, progress, write and write(name))
+        clock = Clock(sum(left.values()))
+
+        def observer(name: str) -> Observer:
+            task = progress.add_task(name, total=steps, status="")
+            write_events = write and write(name)
+
+            def observe(metrics: Metrics) -> None:
+                file.write(name, metrics)
+                status = described(metrics, unit, peak())
+                progress.update(task, advance=1, status=status)
+                for line in clock.lines(name, metrics, steps, left, status, progress.console.is_terminal):
+                    progress.console.print(line, soft_wrap=True, highlight=False)
+                if write_events is not None:
+                    write_events(metrics)
+
+            return observe
+
+        yield observer
 
 
-def observer(
-    name: str, steps: int, unit: str, file: MetricsFile, progress: Progress, write: Observer | None = None
-) -> Observer:
-    """Makes what writes a step's metrics as JSON, moves the bar and, after an evaluation, prints a line."""
-    task = progress.add_task(name, total=steps, status="")
+def described(metrics: Metrics, unit: str, peak: int | None) -> str:
+    """A step in a few words: loss, learning rate, gradient norm, speed and peak memory."""
+    memory = "" if peak is None else f" {peak / 2**30:.2f} GiB"
+    speed = f"{metrics.tokens_per_second:,.0f} {unit}s/s"
+    rates = f"lr {metrics.learning_rate:.1e} norm {metrics.gradient_norm:.2f}"
+    return f"loss {metrics.loss:.3f} {rates} {speed}{memory}"
 
-    def observe(metrics: Metrics) -> None:
-        file.write(name, metrics)
-        speed = f"{metrics.tokens_per_second:,.0f} {unit}s/s"
-        progress.update(task, advance=1, status=f"loss {metrics.loss:.3f}  {speed}")
+
+class Clock:
+    """What a command says in between, and when: how long it takes, evaluations, and where no bar is, how far it is.
+
+    Args:
+        left: steps of all runs that are to be done.
+    """
+
+    def __init__(self, left: int) -> None:
+        self._left, self._done = left, 0
+        self._began = self._said = time.monotonic()
+
+    def lines(
+        self, name: str, metrics: Metrics, steps: int, left: Mapping[str, int], status: str, bar: bool
+    ) -> Iterator[str]:
+        """The lines to print after a step; those that an earlier command has done count for nothing."""
+        if metrics.step <= steps - left[name]:
+            return
+        now, self._done = time.monotonic(), self._done + 1
+        if self._done == 1:  # it may have compiled
+            self._began = now
+        rest = (now - self._began) / max(1, self._done - 1) * (self._left - self._done)
+        if self._done == min(ESTIMATED, self._left):
+            yield f"about {duration(rest)} to go, for {self._left:,} steps in all"
         if metrics.validation_loss is not None:
-            progress.console.print(f"{name}: step {metrics.step}, validation loss {metrics.validation_loss:.4f}")
-        if write is not None:
-            write(metrics)
+            yield f"{name}: step {metrics.step}, validation loss {metrics.validation_loss:.4f}"
+        if not bar and now - self._said >= EVERY:
+            yield f"{name}: step {metrics.step} of {steps}, {status}" + f", {duration(rest)} to go" * (self._done > 1)
+            self._said = now
 
-    return observe
+
+def duration(seconds: float) -> str:
+    """As `1:05` or `2:03:04`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """One bar for each run: its steps, loss, tokens a second and the time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """One bar for each run, where there is a terminal: its steps, what :func:`described` says, and the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    status, name = TextColumn("{task.fields[status]}"), TextColumn("{task.description}")
-    with Progress(name, BarColumn(), MofNCompleteColumn(), status, TimeRemainingColumn()) as progress:
+    name, status = (TextColumn(text, table_column=Column(no_wrap=True)) for text in ("{task.description}", STATUS))
+    console = Console()
+    rest = TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
+    with Progress(
+        name, BarColumn(bar_width=10), status, rest, console=console, disable=not console.is_terminal
+    ) as progress:
         yield progress
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -111,22 +112,24 @@ def train(
     recipe's and, where there is a second recipe to compare with, when the losses are too far apart. Ctrl-C saves a
     checkpoint after the step in progress; on a CPU a run that was stopped has the losses of one that was not.
     """
-    with user_errors():
-        names = check_names(recipe, against)
-    load()
-    from minifloat.tools.cli import choose_device
-    from minifloat.tools.cli import train_job as jobs
-    from minifloat.tools.cli.output import claimed, tensorboard_class
-    from minifloat.tools.cli.ranks import PATIENCE, decided_by_first, from_first, joined
-    from minifloat.tools.cli.resume import Start, choose, choose_folder
-    from minifloat.tools.cli.sizes import OwnSizes, check_memory, sizes_of
-    from minifloat.tools.train import data
-    from minifloat.tools.train.checkpoint_writer import check_saves
-    from minifloat.tools.train.interrupt import end_with_launcher
-    from minifloat.tools.train.run import TrainConfig
-
     with ExitStack() as held:  # the streams and the folder, for the whole command
         held.enter_context(output_optional())
+        with user_errors():
+            names = check_names(recipe, against)
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(f"minifloat train: {' and then '.join(names)}, {hf or f'model {model or MODEL}'}, {steps} steps")
+        load()
+        from minifloat.tools.cli import choose_device, device_name
+        from minifloat.tools.cli import train_job as jobs
+        from minifloat.tools.cli.output import claimed, tensorboard_class
+        from minifloat.tools.cli.ranks import PATIENCE, decided_by_first, from_first, joined
+        from minifloat.tools.cli.resume import Start, choose, choose_folder
+        from minifloat.tools.cli.sizes import OwnSizes, check_memory, sizes_of
+        from minifloat.tools.train import data
+        from minifloat.tools.train.checkpoint_writer import check_saves
+        from minifloat.tools.train.interrupt import end_with_launcher
+        from minifloat.tools.train.run import TrainConfig
+
         with user_errors():
             end_with_launcher()
             jobs.check_limits(max_gap, max_gradient_gap)
@@ -161,6 +164,9 @@ def train(
             job = jobs.Job(
                 names, sizes, config, corpus, chosen, folder, save_every, keep, start, tensorboard, ranks, cuda_graph,
             )  # fmt: skip
+        if ranks.first:
+            typer.echo(f"{sizes.parameters:,} parameters, on {device_name(chosen)}; text: {corpus.source}")
+            typer.echo(f"results: {folder}")
         if hf is not None and ranks.first:
             typer.echo(f"model: {sizes}")
         if start.weights:

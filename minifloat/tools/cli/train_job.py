@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,9 @@ from minifloat.tools.train.checkpoint import TOKENIZER
 from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.hf import HuggingFace
 from minifloat.tools.train.interrupt import signals_noted
-from minifloat.tools.train.loop import Interrupted, Run, TrainConfig
+from minifloat.tools.train.loop import Interrupted, Run, TrainConfig, peak_of_process
 from minifloat.tools.train.loop import train as train_model
-from minifloat.tools.train.model import ModelConfig
+from minifloat.tools.train.model import MODELS, ModelConfig
 from minifloat.tools.train.ranks import ALONE, Ranks
 
 
@@ -145,7 +147,10 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
     """Trains each of the job's models in turn, the recipe's first, until `stop` answers true."""
     runs = []
     with ExitStack() as seen:
-        watched = observers(job.out, job.names, job.config.steps, job.corpus.unit, job.tensorboard)
+        done = {name: at.step for name, at in job.start.continued.items()}
+        left = {name: job.config.steps - done.get(name, 0) for name in job.names}
+        peak = partial(peak_of_process, job.device)
+        watched = observers(job.out, left, job.config.steps, job.corpus.unit, job.tensorboard, peak)
         observer = seen.enter_context(watched) if job.ranks.first else unobserved
         for name in job.names:
             job.ranks.set_timeout(PATIENCE)  # until its first step is done, which compiles
@@ -174,9 +179,10 @@ def conclude(job: Job, runs: list[Run], max_gap: float, max_gradient_gap: float)
     problems = [problem for run in runs for problem in gemm_problems(job, run)]
     if comparison is not None:
         problems += report.check_loss(runs[0].name, comparison, max_gap, max_gradient_gap)
+    title = f"{' and '.join(job.names)}, {model_name(job.model)}, {date.today().isoformat()}"
     text = report.render(runs, facts(job, runs), entropy, comparison, problems, unit)
     try:
-        report.plot(runs, entropy, job.out / "loss.png", unit)
+        report.figure(runs, entropy, title, unit).savefig(job.out / "loss.png", dpi=120)
         (job.out / "report.md").write_text(text)
     except OSError as error:
         raise OSError(
@@ -196,6 +202,14 @@ def conclude(job: Job, runs: list[Run], max_gap: float, max_gradient_gap: float)
     for run in runs:
         typer.echo(f"model: {checkpoint_folder(job.out, run.name)}")
     return not problems
+
+
+def model_name(model: ModelConfig | HuggingFace) -> str:
+    """A model of `--model` by its name, others by their sizes."""
+    if isinstance(model, HuggingFace):
+        return f"{model}"
+    named = (name for name, sizes in MODELS.items() if sizes.with_vocabulary(model.vocabulary) == model)
+    return next(named, f"{model.layers} layers of {model.dim}")
 
 
 def gemm_problems(job: Job, run: Run) -> list[str]:

@@ -202,12 +202,18 @@ def evaluate(
 
 
 def peak_memory(state: TrainState) -> int | None:
-    """Bytes: on CUDA the run's largest allocation, on a CPU the largest resident size of its processes so far."""
-    if state.device.type == "cuda":
-        return max(state.peak_bytes, torch.cuda.max_memory_allocated(state.device))
-    if state.device.type != "cpu" or sys.platform == "win32":
+    """Bytes, those of the run's earlier processes too."""
+    own = peak_of_process(state.device)
+    return None if own is None else max(state.peak_bytes, own)
+
+
+def peak_of_process(device: torch.device) -> int | None:
+    """Bytes: on CUDA the run's largest allocation, on a CPU the largest resident size of this process so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu" or sys.platform == "win32":
         return None
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # Linux counts kilobytes
-    return max(state.peak_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

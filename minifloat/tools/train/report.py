@@ -6,11 +6,14 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minifloat.functional import Gemm
 from minifloat.recipe import Recipe
 from minifloat.tools.train.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MIB = 2**20
 EARLY = 5  # steps
@@ -80,22 +83,36 @@ def check_loss(name: str, comparison: Comparison, max_gap: float, max_gradient_g
     return problems
 
 
-def plot(runs: Sequence[Run], entropy: float, path: Path, unit: str = "byte") -> None:
-    """Writes the training (thin) and validation (marked) losses of all runs and the unigram entropy (dashed)."""
+def figure(runs: Sequence[Run], entropy: float, title: str, unit: str = "byte") -> Figure:
+    """Draws the training (thin) and validation (marked) losses of all runs and the unigram entropy (dashed).
+
+    Of two runs a second panel has the gap: by how much the first one's loss is above the second's, relative.
+    """
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    drawn = Figure(figsize=(8, 5 if len(runs) < 2 else 7), layout="constrained")
+    heights = [2, 1][: len(runs)]
+    losses, *gaps = drawn.subplots(len(heights), height_ratios=heights, sharex=True, squeeze=False)[:, 0]
+    evaluated = [{m.step: m.validation_loss for m in run.history if m.validation_loss is not None} for run in runs]
     for i, run in enumerate(runs):
-        evaluated = {m.step: m.validation_loss for m in run.history if m.validation_loss is not None}
         label = f"{run.name}: validation {run.validation_loss:.4f}"
         color, dash = f"C{i}", "--" if i else "-"  # curves that coincide stay visible
-        axes.plot([m.step for m in run.history], [m.loss for m in run.history], color=color, alpha=0.35, linewidth=1)
-        axes.plot(list(evaluated), list(evaluated.values()), color=color, linestyle=dash, marker="o", label=label)
-    axes.axhline(entropy, color="gray", linestyle="--", linewidth=1, label=f"unigram entropy {entropy:.4f}")
-    axes.set(xlabel="step", ylabel=f"loss (nats per {unit})", title="thin: training, marked: validation")
-    axes.legend()
-    figure.savefig(path, dpi=120)
+        losses.plot([m.step for m in run.history], [m.loss for m in run.history], color=color, alpha=0.35, linewidth=1)
+        losses.plot(
+            list(evaluated[i]), list(evaluated[i].values()), color=color, linestyle=dash, marker="o", label=label
+        )
+    losses.axhline(entropy, color="gray", linestyle="--", linewidth=1, label=f"unigram entropy {entropy:.4f}")
+    losses.set(ylabel=f"loss (nats per {unit})", title=f"{title}\nthin: training, marked: validation")
+    losses.legend()
+    for axes in gaps:
+        trained = [{m.step: m.loss for m in run.history} for run in runs]
+        for (mine, twin), marker in ((trained, ""), (evaluated, "o")):
+            gap = [100 * (mine[step] / twin[step] - 1) for step in mine]
+            axes.plot(list(mine), gap, color="C0", alpha=1 if marker else 0.35, linewidth=1, marker=marker)
+        axes.axhline(0, color="gray", linewidth=1)
+        axes.set(ylabel=f"gap to {runs[1].name} (%)")
+    (gaps or [losses])[-1].set(xlabel="step")
+    return drawn
 
 
 def render(
