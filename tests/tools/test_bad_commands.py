@@ -115,3 +115,23 @@ def test_it_names_the_option_and_the_way_out(lines: list[tuple[str, str]]) -> No
         assert unexpected is None and code == 2, (line, code, said, unexpected)
         assert named in said and WAY_OUT.search(said), (line, said)
         assert "Traceback" not in said and len(said) < 900, line
+
+
+TYPED = {
+    "train --recipie mxfp8": "--recipe", "train --recipe fp8": "did you mean mxfp8?", "train --recipe MXFP-8": "did you mean mxfp8?",
+    "train --recipe delayd": "did you mean delayed?", "train --recipe Float8BlockScaling": "did you mean block?",
+    "train --against bf-16": "did you mean bf16?", "train --model Small": "did you mean small?",
+    "train --format mxfp8": "--recipe", "train --lr 1e-3": "--learning-rate", "train --batch 8": "--batch-size",
+    "train --epochs 3": "--steps", "train --output x": "--out", "train --dim 64": "--hidden",
+    "train --seq-len 128": "--context", "train --compare bf16": "--against", "train --continue": "--resume",
+    "train --checkpoint runs": "--resume-from", "train --data TEXT": "PATHS, without an option",
+    "generate --max-new-tokens 9": "--tokens", "bench --gpu": "--device", "benchmark": "'bench'",
+}  # fmt: skip
+"""What newcomers type, and what they mean."""
+
+
+@pytest.mark.parametrize("line, meant", TYPED.items(), ids=TYPED)
+def test_it_names_what_was_meant(line: str, meant: str) -> None:
+    code, said, unexpected = run(line)
+    said = said.replace(shlex.split(line)[-2 if len(line.split()) > 2 else -1], "", 1)  # not what was typed
+    assert unexpected is None and code == 2 and meant in said, said

@@ -62,10 +62,11 @@ def build() -> typer.Typer:
 
     from minifloat.tools.cli import generate, train
     from minifloat.tools.cli.late import late
+    from minifloat.tools.cli.options import Command
 
     app = typer.Typer(name="minifloat", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-    app.command("train")(train.train)
-    app.command("generate")(generate.generate)
+    app.command("train", cls=Command)(train.train)
+    app.command("generate", cls=Command)(generate.generate)
     asked = typer.Option(False, "--version", callback=print_version, is_eager=True, help="show the version and end")
     name = typer.Option("auto", help="auto, cpu, cuda or cuda:N")
 
@@ -73,7 +74,7 @@ def build() -> typer.Typer:
     def about(version: bool = asked) -> None:
         """Train PyTorch transformers in 8-bit and 4-bit floating point."""
 
-    @app.command()
+    @app.command(cls=Command)
     def doctor(device: str = name) -> None:
         """Show what runs native, by our kernels or emulated on this machine, and why; with all versions."""
         load()

@@ -5,6 +5,7 @@ import importlib
 import typer
 
 from minifloat.tools.cli import load
+from minifloat.tools.cli.options import Command
 
 
 def late(app: typer.Typer, name: str, about: str, function: str = "") -> None:
@@ -16,5 +17,5 @@ def late(app: typer.Typer, name: str, about: str, function: str = "") -> None:
         load()
         module = importlib.import_module(f"minifloat.tools.cli.{name}")
         own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        own.command(name)(getattr(module, function or name))
+        own.command(name, cls=Command)(getattr(module, function or name))
         own(args=context.args, prog_name=context.command_path)
