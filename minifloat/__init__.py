@@ -64,7 +64,7 @@ from minifloat.tensor import QuantizedTensor
 cast_all = checked(quantizer.cast_all)
 find_amaxes = checked(quantizer.find_amaxes)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ConversionReport", "CustomRecipe", "DefaultFilter", "DelayedScaling", "DelayedScalingRequest",

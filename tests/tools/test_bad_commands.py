@@ -118,7 +118,8 @@ def test_it_names_the_option_and_the_way_out(lines: list[tuple[str, str]]) -> No
 
 
 TYPED = {
-    "train --recipie mxfp8": "--recipe", "train --recipe fp8": "did you mean mxfp8?", "train --recipe MXFP-8": "did you mean mxfp8?",
+    "train --recipie mxfp8": "--recipe", "train --recipe fp8": "did you mean mxfp8?",
+    "train --recipe MXFP-8": "did you mean mxfp8?",
     "train --recipe delayd": "did you mean delayed?", "train --recipe Float8BlockScaling": "did you mean block?",
     "train --against bf-16": "did you mean bf16?", "train --model Small": "did you mean small?",
     "train --format mxfp8": "--recipe", "train --lr 1e-3": "--learning-rate", "train --batch 8": "--batch-size",
