@@ -86,8 +86,9 @@ def test_wheel_has_the_package_its_types_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     assert wheel.name == f"minifloat-{PROJECT['version']}-py3-none-any.whl"
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    sources = {str(file.relative_to(ROOT)) for file in (ROOT / "minifloat").rglob("*.py")}
-    assert files == sources | {"minifloat/py.typed", "minifloat_command.py"}
+    package = [file.relative_to(ROOT) for file in (ROOT / "minifloat").rglob("*") if file.is_file()]
+    sources = {str(file) for file in package if "__pycache__" not in file.parts}
+    assert files == sources | {"minifloat_command.py"} and "minifloat/py.typed" in files
     metadata = zipfile.ZipFile(wheel).read(f"minifloat-{PROJECT['version']}.dist-info/METADATA").decode()
     assert re.findall("^Requires-Dist: (.*)$", metadata, re.M)[0] == "torch>=2.11" and "Typing :: Typed" in metadata
 

@@ -9,7 +9,7 @@ from minifloat.tools.cli.options import Command
 
 
 def late(app: typer.Typer, name: str, about: str, function: str = "") -> None:
-    """Adds the command of the module `name`, a function called so unless named; `about` is all that `app` says of it."""
+    """Adds the command that is `function`, or `name`, of the module `name`; `app` says `about` of it alone."""
     untouched = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
     @app.command(name, help=about, add_help_option=False, context_settings=untouched)
