@@ -1,1 +1,1 @@
-"""What other libraries load: each module imports one of them, which `minifloat` itself does not need."""
+"""Adapters for other libraries: each module imports one of them, which `minifloat` itself does not need."""

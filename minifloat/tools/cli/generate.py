@@ -62,7 +62,7 @@ def generate(
 
 
 def run_of(path: Path, recipe: str | None) -> Path:
-    """Of several runs in an `--out` the folder of the recipe's, else of the one that is not bf16; else `path`."""
+    """Finds the folder of the recipe's run in an `--out` of several, else of the one that is not bf16; else `path`."""
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     names = {file.parent.parent.name for file in folder.glob("*/*/checkpoint.json")}
     left = names & {recipe} or names - {BF16}

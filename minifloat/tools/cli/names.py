@@ -1,4 +1,4 @@
-"""What the help of `minifloat train` names: plain values, which need no PyTorch."""
+"""Names in the help of `minifloat train`: plain values, which need no PyTorch."""
 
 from difflib import get_close_matches
 

@@ -1,4 +1,4 @@
-"""What options are called elsewhere: who types such a name is told ours."""
+"""Names of options elsewhere: who types such a name is told ours."""
 
 from typing import Any
 

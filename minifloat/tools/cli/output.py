@@ -120,7 +120,7 @@ def described(metrics: Metrics, unit: str, peak: int | None) -> str:
 
 
 class Clock:
-    """What a command says in between, and when: how long it takes, evaluations, and where no bar is, how far it is.
+    """The lines of a command in between: how long it takes, evaluations, and where no bar is, how far it is.
 
     Args:
         left: steps of all runs that are to be done.
@@ -150,7 +150,7 @@ class Clock:
 
 
 def duration(seconds: float) -> str:
-    """As `1:05` or `2:03:04`."""
+    """Writes `1:05` or `2:03:04`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
