@@ -93,17 +93,22 @@ def _check(model: nn.Module) -> None:
         named = layers[0]._label if layers else type(model).__name__
         raise ValueError(f"export: {named} is in training mode, and programs are for inference; call model.eval()")
     for layer in layers:
-        if layer._exchange.mode is not None:
+        check_whole(layer, "export")
+
+
+def check_whole(layer: LinearState, task: str) -> None:
+    """Raises ValueError where ranks share the weights of ``layer``."""
+    if layer._exchange.mode is not None:
+        raise ValueError(
+            f"{task}: {layer._label} is split over {layer._exchange.group.size} ranks; export a model that is "
+            "built without parallel_mode and has loaded the whole state dict"
+        )
+    for weight in [layer._weight(name) for name in layer._weight_names]:
+        if is_dtensor(weight) or (isinstance(weight, QuantizedTensor) and weight.gatherer is not None):
             raise ValueError(
-                f"export: {layer._label} is split over {layer._exchange.group.size} ranks; export a model that is "
-                "built without parallel_mode and has loaded the whole state dict"
+                f"{task}: the weight of {layer._label} is sharded over ranks; export a model that is not, and has "
+                "loaded the whole state dict"
             )
-        for weight in [layer._weight(name) for name in layer._weight_names]:
-            if is_dtensor(weight) or (isinstance(weight, QuantizedTensor) and weight.gatherer is not None):
-                raise ValueError(
-                    f"export: the weight of {layer._label} is sharded over ranks; export a model that is not, and has "
-                    "loaded the whole state dict"
-                )
 
 
 def _check_contexts(root: fx.GraphModule) -> None:

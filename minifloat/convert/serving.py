@@ -1,0 +1,377 @@
+"""Weights for inference engines: the codes and scales that layers compute with, under the names that engines know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.arguments import PositiveFloat, checked
+from minifloat.autocast import DelayedCall
+from minifloat.comm.dtensor_ddp import is_dtensor
+from minifloat.convert.experts import ExpertLinear, are_experts
+from minifloat.convert.export import check_whole
+from minifloat.convert.layouts import LAYOUTS, WeightLayout
+from minifloat.convert.select import named_modules
+from minifloat.convert.weights import BLOCK, obstacles
+from minifloat.delayed import AmaxHistory
+from minifloat.formats import ROWWISE, Format
+from minifloat.functional.quantize import LinearConfig, cast_with, delayed_scale, pairs_with, reuse
+from minifloat.nn.grouped_linear import GroupedLinear
+from minifloat.nn.linear_call import recipe_in_force
+from minifloat.nn.linear_state import LinearState
+from minifloat.operand import Operand, Quantized
+from minifloat.quantizer import Quantizer
+from minifloat.tensor import QuantizedTensor, operand_ops
+
+_FUSED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+"""Linears that engines make one, whose second level of NVFP4 has to be the same."""
+_MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj": ".w1", ".up_proj": ".w3", ".down_proj": ".w2"}
+
+
+@checked
+def quantized_weights(model: nn.Module, layout: WeightLayout, requantize: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Iterates over all that an engine loads: names and tensors, on the device of the model, one layer at a time.
+
+    The arguments and errors are those of :func:`export_weights`, which writes the same. Raised at the call, before the
+    first tensor is made.
+    """
+    return _Weights(model, layout, requantize).tensors()
+
+
+@checked
+def export_weights(
+    model: nn.Module,
+    folder: str | Path,
+    layout: WeightLayout,
+    requantize: bool = False,
+    shard_bytes: PositiveFloat = 5e9,
+) -> list[Path]:
+    """Writes safetensors and ``config.json`` that Transformers, vLLM and SGLang load.
+
+    Codes and scales are those that a forward in ``eval()`` computes with now: what is served is what was trained.
+    Layers that compute in high precision are written as they are, and named in ``config.json``.
+
+    Args:
+        model: converted, or made of this library's linears; its weights may be kept quantized. Layers without a recipe
+            of their own take that of the ``autocast`` that surrounds the call.
+        folder: made where it is missing.
+        layout: ``"fp8-block"`` (``weight_scale_inv``, DeepSeek's), ``"mxfp4"`` (experts of gpt-oss), or one of
+            ``compressed-tensors``: ``"fp8-tensor"``, ``"fp8-channel"``, ``"fp8-block-compressed"``, ``"mxfp8"`` and
+            ``"nvfp4"``.
+        requantize: casts weights that are in another format, and in NVFP4 those of which engines make one linear, to
+            the layout. Served is then another model than was trained.
+        shard_bytes: the most that a file holds, unless one tensor has more.
+
+    Returns:
+        The files of weights.
+
+    Raises:
+        ValueError: a layer computes with weights that the layout does not hold, is split over ranks, or has sizes that
+            the layout does not; nothing is quantized; ``folder`` has weights.
+    """
+    from safetensors.torch import save_file
+
+    weights, folder = _Weights(model, layout, requantize), Path(folder)
+    if any(folder.glob("*.safetensors*")):
+        raise ValueError(f"export_weights: {folder} has weights, which engines would load too; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[list[str]] = []
+    total, part, size = 0, dict[str, Tensor](), 0
+    for name, tensor in chain(weights.tensors(), [("", torch.empty(0))]):
+        if part and (not name or size + tensor.nbytes > shard_bytes):
+            save_file(part, folder / f"part-{len(parts)}.safetensors", {"format": "pt"})
+            parts.append(list(part))
+            total, part, size = total + size, {}, 0
+        part[name], size = tensor, size + tensor.nbytes
+    count = len(parts)
+    files = [folder / f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    files = files if count > 1 else [folder / "model.safetensors"]
+    for i, file in enumerate(files):
+        (folder / f"part-{i}.safetensors").rename(file)
+    if count > 1:
+        places = {name: file.name for names, file in zip(parts, files, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    _write_config(model, folder, weights.config())
+    return files
+
+
+def _write_config(model: nn.Module, folder: Path, quantization: dict[str, Any]) -> None:
+    """Writes ``config.json``, and ``generation_config.json`` of a model of transformers that has one."""
+    values: dict[str, Any] = {}
+    for kind in ("config", "generation_config"):
+        config: Any = getattr(model, kind, None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(folder)
+    if (file := folder / "config.json").exists():
+        values = json.loads(file.read_text()) | {"architectures": [type(model).__name__]}
+        values["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    file.write_text(json.dumps(values | {"quantization_config": quantization}, indent=2))
+
+
+class _Weight(NamedTuple):
+    """Matrices of one layer that are written together, and their names.
+
+    Attributes:
+        names: what the rows of the matrix become, which share them evenly; several matrices become one tensor.
+        matrices: [N, K] each.
+        layer: whose weights they are.
+        group: the expert that the first of them belongs to.
+    """
+
+    names: tuple[str, ...]
+    matrices: tuple[Tensor, ...]
+    layer: LinearState
+    group: int
+
+
+class _Weights:
+    """Weights of a model in a layout. Making one checks all, and casts nothing."""
+
+    def __init__(self, model: nn.Module, layout: WeightLayout, requantize: bool) -> None:
+        self.layout, self.spec, self.requantize = layout, LAYOUTS[layout], requantize
+        self.ignored: list[str] = []
+        self.experts: dict[str, None] = {}  # in high precision
+        self.levels: dict[str, Tensor] = {}  # amaxes that fused linears are to share
+        self.entries: list[_Weight | tuple[str, Tensor]] = []
+        self.mixtral = getattr(getattr(model, "config", None), "model_type", "") == "mixtral"
+        modules = named_modules(model)
+        if any("lora_" in name for named in modules for name in named.names):
+            raise ValueError(
+                "export_weights: the model has adapters; call minifloat.convert.revert and merge_and_unload, and "
+                "convert it again"
+            )
+        owners: dict[int, tuple[LinearState, int]] = {}
+        layers = [named.module for named in modules if isinstance(named.module, LinearState)]
+        for layer in layers:
+            check_whole(layer, "export_weights")
+            owners |= {id(layer._weight(name)): (layer, i) for i, name in enumerate(layer._weight_names)}
+        reasons = obstacles(modules, [each for each in layers if each._matrices or not isinstance(each, GroupedLinear)])
+        seen: set[int] = set()  # of tied parameters the first is written
+        for (prefix, *_), module in modules:
+            if isinstance(module, (AmaxHistory, ExpertLinear)):
+                continue
+            held = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+            for name, tensor in (module._parameters | held).items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    self._add(module, f"{prefix}.{name}" if prefix else name, tensor, owners.get(id(tensor)))
+        self.weights = [each for each in self.entries if isinstance(each, _Weight)]
+        if not self.weights:
+            raise ValueError(
+                f"export_weights: no layer is quantized, so nothing is to be written as {layout!r}; convert the model "
+                "with a recipe, or call it inside of minifloat.autocast(recipe=...)"
+            )
+        for weight in self.weights:
+            if weight.layer in reasons:
+                raise _refusal(weight, f"{reasons[weight.layer]}, which no layout holds")
+            self._check(weight)
+        if self.spec.format.scale_rule == "two_level":
+            self._share_levels()
+        self.static = layout == "fp8-tensor" and all(_is_static(weight.layer) for weight in self.weights)
+
+    def config(self) -> dict[str, Any]:
+        """The ``quantization_config``."""
+        return self.spec.config(self.ignored, list(self.experts), self.static)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterates over names and tensors."""
+        for entry in self.entries:
+            if not isinstance(entry, _Weight):
+                yield entry[0], entry[1].contiguous()
+                continue
+            with torch.no_grad():
+                yield from self._written(entry)
+
+    # ---- the plan ----
+
+    def _add(self, module: nn.Module, full: str, tensor: Tensor, owner: tuple[LinearState, int] | None) -> None:
+        """Adds a parameter or buffer: as a weight where its layer, ``owner``, is quantized."""
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"export_weights: {full} is sharded over ranks; load minifloat.distributed.full_state_dict(model) into "
+                "a model that is not, and export that"
+            )
+        values, (base, _, name) = tensor.detach(), full.rpartition(".")
+        if owner is not None and not isinstance(values, QuantizedTensor) and not _quantizes(owner[0]):
+            owner = None
+        if values.dim() == 3 and are_experts(module):
+            if owner is None:
+                self.experts[self._named(base)] = None
+            if not module.is_transposed:
+                halves = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+                for expert, own in enumerate(values):
+                    names = [self._named(f"{base}.{expert}.{half}.weight") for half in halves]
+                    self._add_matrix(names, (own,), owner and (owner[0], expert))
+                return
+            if owner is not None:
+                self._add_matrix([full], tuple(values.transpose(1, 2)), owner)
+                return
+        elif owner is not None and values.dim() == 3:  # a GroupedLinear with all weights in one parameter
+            for expert, own in enumerate(values):
+                self._add_matrix([f"{base}.{expert}.{name}"], (own,), (owner[0], expert))
+            return
+        elif owner is None and name == "weight" and values.dim() == 2 and not isinstance(module, nn.Embedding):
+            self.ignored.append(self._named(base))
+        self._add_matrix([self._named(full)], (values,), owner)
+
+    def _add_matrix(
+        self, names: Sequence[str], matrices: tuple[Tensor, ...], owner: tuple[LinearState, int] | None
+    ) -> None:
+        if owner is not None:
+            self.entries.append(_Weight(tuple(names), matrices, *owner))
+        else:
+            values = matrices[0]
+            values = values.dequantize() if isinstance(values, QuantizedTensor) else values
+            self.entries += zip(names, values.chunk(len(names)) if len(names) > 1 else (values,), strict=True)
+
+    def _named(self, name: str) -> str:
+        for old, new in _MIXTRAL.items() if self.mixtral else ():
+            name = name.replace(old, new)
+        return name
+
+    def _check(self, weight: _Weight) -> None:
+        """Raises ValueError where the layout does not hold this weight as it is, nor, if asked, requantized."""
+        layer, (rows, cols) = weight.layer, weight.matrices[0].shape
+        fmt = _held(layer, weight.matrices[0])[1]
+        of_gpt_oss = isinstance(layer, ExpertLinear) and layer.transposed
+        if of_gpt_oss != (self.layout == "mxfp4"):
+            other = "which are served as 'mxfp4' alone" if of_gpt_oss else "and 'mxfp4' holds no others"
+            raise _refusal(weight, f"experts of gpt-oss are stored transposed, {other}; give it the recipe 'none'")
+        if len(layer._matrices[:1] and layer._matrices[0]) > 1:
+            raise _refusal(weight, "its weight is split into several parameters; load it into one without")
+        if not self.spec.holds(fmt):
+            others = [name for name, spec in LAYOUTS.items() if spec.holds(fmt)]
+            if not self.requantize:
+                raise _refusal(
+                    weight,
+                    f"its weights are {fmt.spec}, and {self.layout!r} holds {self.spec.format.spec}; choose "
+                    f"{' or '.join(map(repr, others)) or 'another recipe'}, or requantize=True, which casts them again "
+                    "and serves another model than was trained",
+                )
+            fmt = self.spec.format
+        block = 0 if self.spec.format.tile else self.spec.format.block
+        if block and cols % block:
+            raise _refusal(weight, f"{cols} columns, and {self.layout!r} has whole blocks of {block}")
+        unit, own = fmt.scale_block(ROWWISE)[0], rows // len(weight.names)
+        if len(weight.names) > 1 and unit and own % unit:
+            raise _refusal(weight, f"{' and '.join(weight.names)} of {own} rows would share tiles of {unit}")
+
+    def _share_levels(self) -> None:
+        """Finds what fused linears are to share where their amaxes differ; raises ValueError unless ``requantize``."""
+        fused: dict[tuple[str, int], list[_Weight]] = {}
+        for weight in self.weights:
+            base, _, last = weight.names[0].removesuffix(".weight").rpartition(".")
+            place = next((i for i, names in enumerate(_FUSED) if last in names), None)
+            if place is not None and len(weight.names) == 1:
+                fused.setdefault((base, place), []).append(weight)
+        for weights in fused.values():
+            amaxes = [_amax(each.layer, each.matrices[0], self.spec.format) for each in weights]
+            if all(torch.equal(amax, amaxes[0]) for amax in amaxes):
+                continue
+            if not self.requantize:
+                names = ", ".join(each.names[0].removesuffix(".weight") for each in weights)
+                raise ValueError(
+                    f"export_weights: engines make {names} one linear with one amax, and they have "
+                    f"{', '.join(f'{float(amax):.4g}' for amax in amaxes)}; choose requantize=True, which casts them "
+                    "again with the largest, so that they differ from what was trained"
+                )
+            self.levels |= {each.names[0]: torch.stack(amaxes).amax(0) for each in weights}
+
+    # ---- tensors ----
+
+    def _written(self, weight: _Weight) -> Iterator[tuple[str, Tensor]]:
+        operands = [self._operand(weight, i) for i in range(len(weight.matrices))]
+        if self.layout == "mxfp4":
+            blocks, scales = (
+                torch.stack([t for _, t in each])
+                for each in zip(*[self.spec.tensors(operand) for operand in operands], strict=True)
+            )
+            yield weight.names[0] + "_blocks", blocks.view(*scales.shape, BLOCK // 2)
+            yield weight.names[0] + "_scales", scales
+            return
+        rows = weight.matrices[0].shape[0] // len(weight.names)
+        for i, name in enumerate(weight.names):
+            part = operand_ops.cut(Quantized(operands[0], None), i * rows, (i + 1) * rows)
+            assert part is not None  # as checked
+            for ending, tensor in self.spec.tensors(part.any):
+                yield name + ending, tensor.clone() if i and tensor.numel() == 1 else tensor
+            if self.static:
+                scale = _delayed_scale(weight.layer, "input", weight.group)
+                assert scale is not None
+                yield name.removesuffix("weight") + "input_scale", scale.reciprocal()
+
+    def _operand(self, weight: _Weight, place: int) -> Operand:
+        layer, values, level = weight.layer, weight.matrices[place], self.levels.get(weight.names[0])
+        held, fmt = _held(layer, values)
+        if self.spec.holds(fmt) and level is None:
+            if held is not None:
+                return held
+            given = _delayed_scale(layer, "weight", weight.group + place)
+            return cast_with(values, Quantizer(fmt, columnwise=False), given, gemm_ready=False).any
+        values = values.dequantize() if isinstance(values, QuantizedTensor) else values
+        quantizer = Quantizer(self.spec.format, columnwise=False)
+        return cast_with(values, quantizer, None, None if level is None else (level,), gemm_ready=False).any
+
+
+def _refusal(weight: _Weight, why: str) -> ValueError:
+    return ValueError(f"export_weights: {weight.layer._label}: {why}")
+
+
+# ---- what a layer computes with ----
+
+
+def _config(layer: LinearState) -> LinearConfig | None:
+    recipe = recipe_in_force(layer)
+    return None if recipe is None else layer._config(recipe)
+
+
+def _quantizes(layer: LinearState) -> bool:
+    config = _config(layer)
+    return config is not None and config.weight.row_format.quantized
+
+
+def _is_static(layer: LinearState) -> bool:
+    """Whether the layer's activations are cast with a scale that is known before."""
+    config = _config(layer)
+    return config is not None and config.input.row_format.scale_rule == "given"
+
+
+def _held(layer: LinearState, weight: Tensor) -> tuple[Operand | None, Format]:
+    """Returns the operand that forward multiplies by, if the weight has it, and its format."""
+    config = _config(layer)
+    if isinstance(weight, QuantizedTensor):
+        used = config is None or reuse(weight, config.weight.with_usage(columnwise=False)) is not None
+        if used or (weight.holds_own_matrix and config is not None and pairs_with(weight.operands, config, False)):
+            operand = weight.operands.along(ROWWISE)
+            return operand, operand.format
+    assert config is not None
+    return None, config.weight.row_format
+
+
+def _amax(layer: LinearState, weight: Tensor, fmt: Format) -> Tensor:
+    """The second level of NVFP4 that a weight has, or gets."""
+    held = _held(layer, weight)[0]
+    if held is not None and held.format.scale_rule == "two_level" and held.amax is not None:
+        return held.amax
+    values = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+    (amax,) = Quantizer(fmt, columnwise=False).amax(values)
+    assert amax is not None
+    return amax
+
+
+def _delayed_scale(layer: LinearState, kind: str, group: int) -> Tensor | None:
+    """The scale of delayed scaling that the next forward casts with, fp32 [1]; None under other recipes."""
+    config = _config(layer)
+    if config is None or config.delayed is None:
+        return None
+    states = layer.forward_scaling, layer.backward_scaling
+    scales = delayed_scale(DelayedCall(states, config.delayed, False, False, None), kind)
+    assert scales is not None
+    return scales[group : group + 1]
