@@ -196,7 +196,7 @@ def _refuse_to_save(whose: str) -> int:
     raise ValueError(
         f"{whose} has codes and scales, and in no memory the values that safetensors and save_pretrained write: give "
         "them t.dequantize(), after convert call minifloat.convert.revert(model) first, or save the codes with "
-        "torch.save(model.state_dict(), file)"
+        "minifloat.convert.export_weights for engines, with torch.save(model.state_dict(), file) for training"
     )
 
 
