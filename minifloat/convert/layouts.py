@@ -11,9 +11,7 @@ from torch import Tensor
 from minifloat.formats import Format, parse
 from minifloat.operand import Operand
 
-WeightLayout = Literal[
-    "fp8-block", "fp8-tensor", "fp8-channel", "fp8-block-compressed", "mxfp8", "nvfp4", "mxfp4"
-]  # fmt: skip
+WeightLayout = Literal["fp8-block", "fp8-tensor", "fp8-channel", "fp8-block-compressed", "mxfp8", "nvfp4", "mxfp4"]
 
 
 class LayoutSpec(NamedTuple):
@@ -62,11 +60,8 @@ class LayoutSpec(NamedTuple):
         if self.endings[0] == "_blocks":
             return {"quant_method": "mxfp4", "modules_to_not_convert": left}
         if self.scheme is None:
-            block = [self.format.block, self.format.block]
-            return {
-                "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block, "fmt": "e4m3",
-                "modules_to_not_convert": left,
-            }  # fmt: skip
+            fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+            return fp8 | {"weight_block_size": [128, 128], "modules_to_not_convert": left}
         name, weights, inputs = self.scheme
         held = {"num_bits": 4 if self.format.packed else 8, "type": "float", "symmetric": True}
         group = {
@@ -74,36 +69,27 @@ class LayoutSpec(NamedTuple):
             "weights": held | weights | {"dynamic": False},
             "input_activations": inputs and held | inputs | {"dynamic": not static},
         }
-        regular = [rf"re:{each.replace('.', '[.]')}[.].*" for each in experts]
-        return {
-            "quant_method": "compressed-tensors", "format": name, "quantization_status": "compressed",
-            "config_groups": {"group_0": group}, "ignore": [*ignored, *regular],
-        }  # fmt: skip
+        ignore = [*ignored, *(f"re:{each.replace('.', '[.]')}[.].*" for each in experts)]
+        method = {"quant_method": "compressed-tensors", "format": name, "quantization_status": "compressed"}
+        return method | {"config_groups": {"group_0": group}, "ignore": ignore}
 
 
-_STRIPS = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-_FLOAT, _TENSOR = "float-quantized", {"strategy": "tensor"}
+def _compressed(
+    spec: str, name: str, weights: dict[str, Any], inputs: dict[str, Any] | None, codes: str = ""
+) -> LayoutSpec:
+    return LayoutSpec(parse(spec), (codes, "_scale"), (name, weights, inputs))
+
+
+_FLOAT, _TENSOR, _CHANNEL, _TOKEN = "float-quantized", *({"strategy": each} for each in ("tensor", "channel", "token"))
+_TILES, _STRIPS = {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}
+_MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_NV = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 LAYOUTS: dict[WeightLayout, LayoutSpec] = {
     "fp8-block": LayoutSpec(parse("e4m3/128x128/pow2"), ("", "_scale_inv")),
-    "fp8-tensor": LayoutSpec(parse("e4m3/tensor/fp32"), scheme=(_FLOAT, _TENSOR, _TENSOR)),
-    "fp8-channel": LayoutSpec(
-        parse("e4m3/row/fp32"), scheme=(_FLOAT, {"strategy": "channel"}, {"strategy": "token"})
-    ),
-    "fp8-block-compressed": LayoutSpec(
-        parse("e4m3/128x128/pow2"),
-        scheme=(
-            _FLOAT, {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}
-        ),
-    ),
-    "mxfp8": LayoutSpec(parse("e4m3/1x32/e8m0"), scheme=("mxfp8-quantized", _STRIPS, _STRIPS)),
-    "nvfp4": LayoutSpec(
-        parse("e2m1/1x16/two_level"),
-        ("_packed", "_scale"),
-        (
-            "nvfp4-pack-quantized",
-            {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
-            None,
-        ),
-    ),
+    "fp8-tensor": _compressed("e4m3/tensor/fp32", _FLOAT, _TENSOR, _TENSOR),
+    "fp8-channel": _compressed("e4m3/row/fp32", _FLOAT, _CHANNEL, _TOKEN),
+    "fp8-block-compressed": _compressed("e4m3/128x128/pow2", _FLOAT, _TILES, _STRIPS),
+    "mxfp8": _compressed("e4m3/1x32/e8m0", "mxfp8-quantized", _MX, _MX),
+    "nvfp4": _compressed("e2m1/1x16/two_level", "nvfp4-pack-quantized", _NV, None, "_packed"),
     "mxfp4": LayoutSpec(parse("e2m1/1x32/e8m0"), ("_blocks", "_scales")),
-}  # fmt: skip
+}

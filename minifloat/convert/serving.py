@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +38,7 @@ _MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj": ".w1", ".up_proj": ".w3
 def quantized_weights(model: nn.Module, layout: WeightLayout, requantize: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Iterates over all that an engine loads: names and tensors, on the device of the model, one layer at a time.
 
-    The arguments and errors are those of :func:`export_weights`, which writes the same. Raised at the call, before the
-    first tensor is made.
+    Arguments and errors are those of :func:`export_weights`, which writes the same; errors come before any tensor.
     """
     return _Weights(model, layout, requantize).tensors()
 
@@ -89,16 +88,15 @@ def export_weights(
             parts.append(list(part))
             total, part, size = total + size, {}, 0
         part[name], size = tensor, size + tensor.nbytes
-    count = len(parts)
-    files = [folder / f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    files = files if count > 1 else [folder / "model.safetensors"]
+    endings = [f"-{i + 1:05}-of-{len(parts):05}" for i in range(len(parts))] if len(parts) > 1 else [""]
+    files = [folder / f"model{ending}.safetensors" for ending in endings]
     for i, file in enumerate(files):
         (folder / f"part-{i}.safetensors").rename(file)
-    if count > 1:
+    if len(files) > 1:
         places = {name: file.name for names, file in zip(parts, files, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    _write_config(model, folder, weights.config())
+    _write_config(model, folder, weights.spec.config(weights.ignored, list(weights.experts), weights.static))
     return files
 
 
@@ -116,14 +114,7 @@ def _write_config(model: nn.Module, folder: Path, quantization: dict[str, Any]) 
 
 
 class _Weight(NamedTuple):
-    """Matrices of one layer that are written together, and their names.
-
-    Attributes:
-        names: what the rows of the matrix become, which share them evenly; several matrices become one tensor.
-        matrices: [N, K] each.
-        layer: whose weights they are.
-        group: the expert that the first of them belongs to.
-    """
+    """Matrices [N, K] of a layer, of its experts from ``group`` on, and names that share their rows evenly."""
 
     names: tuple[str, ...]
     matrices: tuple[Tensor, ...]
@@ -144,8 +135,7 @@ class _Weights:
         modules = named_modules(model)
         if any("lora_" in name for named in modules for name in named.names):
             raise ValueError(
-                "export_weights: the model has adapters; call minifloat.convert.revert and merge_and_unload, and "
-                "convert it again"
+                "export_weights: the model has adapters; revert it, merge_and_unload(), and convert it again"
             )
         owners: dict[int, tuple[LinearState, int]] = {}
         layers = [named.module for named in modules if isinstance(named.module, LinearState)]
@@ -174,22 +164,16 @@ class _Weights:
             self._check(weight)
         if self.spec.format.scale_rule == "two_level":
             self._share_levels()
-        self.static = layout == "fp8-tensor" and all(_is_static(weight.layer) for weight in self.weights)
-
-    def config(self) -> dict[str, Any]:
-        """The ``quantization_config``."""
-        return self.spec.config(self.ignored, list(self.experts), self.static)
+        inputs = {config.input.row_format.scale_rule for each in self.weights if (config := _config(each.layer))}
+        self.static = layout == "fp8-tensor" and inputs == {"given"}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterates over names and tensors."""
         for entry in self.entries:
-            if not isinstance(entry, _Weight):
-                yield entry[0], entry[1].contiguous()
-                continue
-            with torch.no_grad():
+            if isinstance(entry, _Weight):
                 yield from self._written(entry)
-
-    # ---- the plan ----
+            else:
+                yield entry[0], entry[1].contiguous()
 
     def _add(self, module: nn.Module, full: str, tensor: Tensor, owner: tuple[LinearState, int] | None) -> None:
         """Adds a parameter or buffer: as a weight where its layer, ``owner``, is quantized."""
@@ -199,37 +183,27 @@ class _Weights:
                 "a model that is not, and export that"
             )
         values, (base, _, name) = tensor.detach(), full.rpartition(".")
-        if owner is not None and not isinstance(values, QuantizedTensor) and not _quantizes(owner[0]):
+        experts, transposed = values.dim() == 3 and are_experts(module), getattr(module, "is_transposed", False)
+        if owner is not None and not isinstance(values, QuantizedTensor) and _config(owner[0]) is None:
             owner = None
-        if values.dim() == 3 and are_experts(module):
-            if owner is None:
-                self.experts[self._named(base)] = None
-            if not module.is_transposed:
-                halves = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-                for expert, own in enumerate(values):
-                    names = [self._named(f"{base}.{expert}.{half}.weight") for half in halves]
-                    self._add_matrix(names, (own,), owner and (owner[0], expert))
-                return
-            if owner is not None:
-                self._add_matrix([full], tuple(values.transpose(1, 2)), owner)
-                return
-        elif owner is not None and values.dim() == 3:  # a GroupedLinear with all weights in one parameter
-            for expert, own in enumerate(values):
-                self._add_matrix([f"{base}.{expert}.{name}"], (own,), (owner[0], expert))
-            return
+        if owner is None and experts:
+            self.experts[self._named(base)] = None
         elif owner is None and name == "weight" and values.dim() == 2 and not isinstance(module, nn.Embedding):
             self.ignored.append(self._named(base))
-        self._add_matrix([self._named(full)], (values,), owner)
-
-    def _add_matrix(
-        self, names: Sequence[str], matrices: tuple[Tensor, ...], owner: tuple[LinearState, int] | None
-    ) -> None:
-        if owner is not None:
-            self.entries.append(_Weight(tuple(names), matrices, *owner))
-        else:
-            values = matrices[0]
-            values = values.dequantize() if isinstance(values, QuantizedTensor) else values
-            self.entries += zip(names, values.chunk(len(names)) if len(names) > 1 else (values,), strict=True)
+        pieces: list[tuple[list[str], tuple[Tensor, ...], int]] = [([full], (values,), owner[1] if owner else 0)]
+        if experts and transposed and owner is not None:
+            pieces = [([full], tuple(values.transpose(1, 2)), 0)]
+        elif (experts and not transposed) or (owner is not None and values.dim() == 3):
+            parts = ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
+            endings = [part if part == "weight" else f"{part}.weight" for part in parts]
+            pieces = [([f"{base}.{e}.{each}" for each in endings], (own,), e) for e, own in enumerate(values)]
+        for names, matrices, group in pieces:
+            own = [self._named(each) for each in names]
+            if owner is not None:
+                self.entries.append(_Weight(tuple(own), matrices, owner[0], group))
+            else:
+                whole = _values(matrices[0])
+                self.entries += zip(own, whole.chunk(len(own)) if len(own) > 1 else [whole], strict=True)
 
     def _named(self, name: str) -> str:
         for old, new in _MIXTRAL.items() if self.mixtral else ():
@@ -244,18 +218,15 @@ class _Weights:
         if of_gpt_oss != (self.layout == "mxfp4"):
             other = "which are served as 'mxfp4' alone" if of_gpt_oss else "and 'mxfp4' holds no others"
             raise _refusal(weight, f"experts of gpt-oss are stored transposed, {other}; give it the recipe 'none'")
-        if len(layer._matrices[:1] and layer._matrices[0]) > 1:
+        if isinstance(layer, GroupedLinear) and layer.num_gemms != layer.num_experts:
+            raise _refusal(weight, f"it has {layer.num_gemms} of {layer.num_experts} experts, the others are elsewhere")
+        if layer.parameters_split is not None:
             raise _refusal(weight, "its weight is split into several parameters; load it into one without")
-        if not self.spec.holds(fmt):
-            others = [name for name, spec in LAYOUTS.items() if spec.holds(fmt)]
-            if not self.requantize:
-                raise _refusal(
-                    weight,
-                    f"its weights are {fmt.spec}, and {self.layout!r} holds {self.spec.format.spec}; choose "
-                    f"{' or '.join(map(repr, others)) or 'another recipe'}, or requantize=True, which casts them again "
-                    "and serves another model than was trained",
-                )
-            fmt = self.spec.format
+        if not self.spec.holds(fmt) and not self.requantize:
+            others = " or ".join(repr(name) for name, spec in LAYOUTS.items() if spec.holds(fmt)) or "another recipe"
+            why = f"its weights are {fmt.spec}, and {self.layout!r} holds {self.spec.format.spec}; choose {others}, or "
+            raise _refusal(weight, f"{why}requantize=True, which serves another model than was trained")
+        fmt = fmt if self.spec.holds(fmt) else self.spec.format
         block = 0 if self.spec.format.tile else self.spec.format.block
         if block and cols % block:
             raise _refusal(weight, f"{cols} columns, and {self.layout!r} has whole blocks of {block}")
@@ -277,22 +248,19 @@ class _Weights:
                 continue
             if not self.requantize:
                 names = ", ".join(each.names[0].removesuffix(".weight") for each in weights)
+                found = ", ".join(f"{float(amax):.4g}" for amax in amaxes)
                 raise ValueError(
-                    f"export_weights: engines make {names} one linear with one amax, and they have "
-                    f"{', '.join(f'{float(amax):.4g}' for amax in amaxes)}; choose requantize=True, which casts them "
-                    "again with the largest, so that they differ from what was trained"
+                    f"export_weights: engines make {names} one linear with one amax, and they have {found}; choose "
+                    "requantize=True, which casts them with the largest and serves another model than was trained"
                 )
             self.levels |= {each.names[0]: torch.stack(amaxes).amax(0) for each in weights}
 
-    # ---- tensors ----
-
     def _written(self, weight: _Weight) -> Iterator[tuple[str, Tensor]]:
+        """Iterates over the tensors of one weight."""
         operands = [self._operand(weight, i) for i in range(len(weight.matrices))]
         if self.layout == "mxfp4":
-            blocks, scales = (
-                torch.stack([t for _, t in each])
-                for each in zip(*[self.spec.tensors(operand) for operand in operands], strict=True)
-            )
+            pairs = zip(*[self.spec.tensors(operand) for operand in operands], strict=True)
+            blocks, scales = (torch.stack([tensor for _, tensor in each]) for each in pairs)
             yield weight.names[0] + "_blocks", blocks.view(*scales.shape, BLOCK // 2)
             yield weight.names[0] + "_scales", scales
             return
@@ -315,32 +283,23 @@ class _Weights:
                 return held
             given = _delayed_scale(layer, "weight", weight.group + place)
             return cast_with(values, Quantizer(fmt, columnwise=False), given, gemm_ready=False).any
-        values = values.dequantize() if isinstance(values, QuantizedTensor) else values
-        quantizer = Quantizer(self.spec.format, columnwise=False)
-        return cast_with(values, quantizer, None, None if level is None else (level,), gemm_ready=False).any
+        quantizer, known = Quantizer(self.spec.format, columnwise=False), None if level is None else (level,)
+        return cast_with(_values(values), quantizer, None, known, gemm_ready=False).any
 
 
 def _refusal(weight: _Weight, why: str) -> ValueError:
     return ValueError(f"export_weights: {weight.layer._label}: {why}")
 
 
-# ---- what a layer computes with ----
+def _values(weight: Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
 
 
 def _config(layer: LinearState) -> LinearConfig | None:
+    """How the layer quantizes its tensors; None where it computes in high precision."""
     recipe = recipe_in_force(layer)
-    return None if recipe is None else layer._config(recipe)
-
-
-def _quantizes(layer: LinearState) -> bool:
-    config = _config(layer)
-    return config is not None and config.weight.row_format.quantized
-
-
-def _is_static(layer: LinearState) -> bool:
-    """Whether the layer's activations are cast with a scale that is known before."""
-    config = _config(layer)
-    return config is not None and config.input.row_format.scale_rule == "given"
+    config = None if recipe is None else layer._config(recipe)
+    return config if config is not None and config.weight.row_format.quantized else None
 
 
 def _held(layer: LinearState, weight: Tensor) -> tuple[Operand | None, Format]:
@@ -360,8 +319,7 @@ def _amax(layer: LinearState, weight: Tensor, fmt: Format) -> Tensor:
     held = _held(layer, weight)[0]
     if held is not None and held.format.scale_rule == "two_level" and held.amax is not None:
         return held.amax
-    values = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-    (amax,) = Quantizer(fmt, columnwise=False).amax(values)
+    (amax,) = Quantizer(fmt, columnwise=False).amax(_values(weight))
     assert amax is not None
     return amax
 
