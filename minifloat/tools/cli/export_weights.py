@@ -30,7 +30,8 @@ def command(
 ) -> None:
     """Write codes and scales as trained for Transformers, vLLM and SGLang: safetensors and config.json."""
     with user_errors():
-        if layout not in get_args(WeightLayout):
+        chosen = next((each for each in get_args(WeightLayout) if each == layout), None)
+        if chosen is None:
             raise ValueError(f"--layout {layout}: choose from {', '.join(get_args(WeightLayout))}")
         checkpoint = None if (path / "config.json").is_file() else locate(path)
         if checkpoint is None and recipe is None:
@@ -40,7 +41,7 @@ def command(
         model = (HuggingFace.read(path) if checkpoint is None else _trained(checkpoint)).make(recipe_of(name), seed=0)
         if checkpoint is not None:
             load_weights(model, checkpoint.model_state(), checkpoint.path)
-        files = export_weights(model.eval(), out, layout, requantize)
+        files = export_weights(model.eval(), out, chosen, requantize)
     typer.echo(f"wrote {sum(file.stat().st_size for file in files):,} bytes of weights to {out}")
 
 
