@@ -145,6 +145,10 @@ class _Weights:
         reasons = obstacles(modules, [each for each in layers if each._matrices or not isinstance(each, GroupedLinear)])
         seen: set[int] = set()  # of tied parameters the first is written
         for (prefix, *_), module in modules:
+            if isinstance(module, ExpertLinear) and not module.single_grouped_weight:  # kept quantized, a weight each
+                each = tuple(module._weight(name) for name in module._weight_names)
+                seen.update(map(id, each))
+                self._add(module.experts, f"{prefix.rpartition('.')[0]}.{module.parameter}", each, (module, 0))
             if isinstance(module, (AmaxHistory, ExpertLinear)):
                 continue
             held = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
@@ -175,15 +179,20 @@ class _Weights:
             else:
                 yield entry[0], entry[1].contiguous()
 
-    def _add(self, module: nn.Module, full: str, tensor: Tensor, owner: tuple[LinearState, int] | None) -> None:
-        """Adds a parameter or buffer: as a weight where its layer, ``owner``, is quantized."""
+    def _add(
+        self, module: nn.Module, full: str, tensor: Tensor | tuple[Tensor, ...], owner: tuple[LinearState, int] | None
+    ) -> None:
+        """Adds a parameter or buffer, or those of experts: as a weight where its layer, ``owner``, is quantized."""
+        separate = tuple(each.detach() for each in tensor) if isinstance(tensor, tuple) else ()
+        tensor = tensor[0] if isinstance(tensor, tuple) else tensor
         if is_dtensor(tensor):
             raise ValueError(
                 f"export_weights: {full} is sharded over ranks; load minifloat.distributed.full_state_dict(model) into "
                 "a model that is not, and export that"
             )
         values, (base, _, name) = tensor.detach(), full.rpartition(".")
-        experts, transposed = values.dim() == 3 and are_experts(module), getattr(module, "is_transposed", False)
+        experts = bool(separate) or (values.dim() == 3 and are_experts(module))
+        transposed = getattr(module, "is_transposed", False)
         if owner is not None and not isinstance(values, QuantizedTensor) and _config(owner[0]) is None:
             owner = None
         if owner is None and experts:
@@ -192,11 +201,13 @@ class _Weights:
             self.ignored.append(self._named(base))
         pieces: list[tuple[list[str], tuple[Tensor, ...], int]] = [([full], (values,), owner[1] if owner else 0)]
         if experts and transposed and owner is not None:
-            pieces = [([full], tuple(values.transpose(1, 2)), 0)]
+            pieces = [([full], separate or tuple(values.transpose(1, 2)), 0)]
         elif (experts and not transposed) or (owner is not None and values.dim() == 3):
             parts = ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
             endings = [part if part == "weight" else f"{part}.weight" for part in parts]
-            pieces = [([f"{base}.{e}.{each}" for each in endings], (own,), e) for e, own in enumerate(values)]
+            pieces = [
+                ([f"{base}.{e}.{each}" for each in endings], (own,), e) for e, own in enumerate(separate or values)
+            ]
         for names, matrices, group in pieces:
             own = [self._named(each) for each in names]
             if owner is not None:

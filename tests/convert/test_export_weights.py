@@ -155,6 +155,22 @@ def test_experts_of_this_library(kept: bool, single: bool) -> None:
         assert torch.equal(found[f"0.{i}.weight_scale"], operand.scale_inv)
 
 
+@pytest.mark.parametrize(
+    "make, recipe, layout", [(qwen3, "block", "fp8-block"), (qwen3, "mxfp8", "mxfp8"), (gpt_oss, "w4a8", "mxfp4")]
+)
+def test_quantized_experts_of_transformers(make: Any, recipe: str, layout: WeightLayout) -> None:
+    """Experts whose weights are kept quantized give the bytes that those in high precision are cast to."""
+    torch.manual_seed(5)
+    models = make(), make()
+    models[1].load_state_dict(models[0].state_dict())
+    for model, kept in zip(models, (False, True), strict=True):
+        convert(model, recipe, lambda module, name: ".experts." in name, quantize_weights=kept)
+    first, second = (dict(quantized_weights(model, layout)) for model in models)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
+
+
 # ---- loaders ----
 
 
