@@ -15,7 +15,7 @@ def late(app: typer.Typer, name: str, about: str, function: str = "") -> None:
     @app.command(name, help=about, add_help_option=False, context_settings=untouched)
     def command(context: typer.Context) -> None:
         load()
-        module = importlib.import_module(f"minifloat.tools.cli.{name}")
+        module = importlib.import_module("minifloat.tools.cli." + name.replace("-", "_"))
         own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         own.command(name, cls=Command)(getattr(module, function or name))
         own(args=context.args, prog_name=context.command_path)
