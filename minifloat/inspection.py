@@ -1,0 +1,83 @@
+"""Statistics of what a cast lost: computed on the device, as sums that add up over steps and ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minifloat.operand import Operand
+from minifloat.ops.quantize import reference
+
+
+class Losses(NamedTuple):
+    """Losses of one cast, or of several together.
+
+    Args:
+        amax: largest absolute value among finite elements in high precision.
+        underflow: share of elements that were not zero in high precision and have a code of zero.
+        saturation: share of elements at a code of the largest magnitude. A scale that comes from a block's amax, and is
+            no power of two, puts about one element of each block there: some 1/16 is normal for NVFP4's strips.
+        snr: signal-to-noise in dB, over elements that are finite in high precision; infinite without noise.
+        nonfinite: number of elements that are infinite or NaN in high precision.
+    """
+
+    amax: float
+    underflow: float
+    saturation: float
+    snr: float
+    nonfinite: int
+
+
+def measure(x: Tensor, operand: Operand) -> Tensor:
+    """Compares ``operand`` with the values ``x`` [M, K] that it was cast from; waits for no device.
+
+    A format that rotates has its zeros and largest codes counted after the rotation, which spreads what a
+    non-finite element does to the noise over its 16 rows.
+
+    Returns:
+        fp64 [7]: amax, then sums: codes, underflows, codes of the largest magnitude, signal, noise, non-finite
+        elements. :func:`combine` adds them up, :func:`read` gives their meaning.
+
+    Raises:
+        ValueError: ``operand`` holds values, no codes, or groups of rows.
+    """
+    fmt = operand.format
+    if operand.offsets is not None or operand.codes.dtype != torch.uint8:
+        raise ValueError(
+            f"measure compares codes of a whole matrix; this {fmt.spec} operand has none: cast it by itself"
+        )
+    with torch.no_grad():
+        values = x.detach().float()
+        finite = values.isfinite()
+        values = torch.where(finite, values, 0)
+        before = reference.rotated(values, fmt, operand.dim)
+        elements = reference.decode(operand.codes, fmt, operand.dim, before.shape).abs()
+        noise = torch.where(finite, operand.dequantize(torch.float32) - values, 0)
+        known = finite if before.shape == finite.shape else torch.ones_like(before, dtype=torch.bool)
+        sums = [
+            torch.full((), elements.numel(), device=x.device),
+            ((elements == 0) & (before != 0) & known).sum(),
+            (elements == fmt.max).sum(),
+            values.double().square().sum(),
+            noise.double().square().sum(),
+            (~finite).sum(),
+        ]
+        amax = values.abs().amax() if values.numel() else values.new_zeros(())
+        return torch.stack([amax.double(), *(each.double() for each in sums)])
+
+
+def combine(measured: Tensor) -> Tensor:
+    """Adds up what :func:`measure` gave, [n, 7], of several steps, casts or ranks: [7]."""
+    return torch.cat([measured[:, :1].amax(0), measured[:, 1:].sum(0)])
+
+
+def read(measured: Tensor) -> Losses:
+    """Reads what :func:`measure` or :func:`combine` gave [7]; waits for the device."""
+    amax, count, underflow, largest, signal, noise, nonfinite = measured.tolist()
+    ratio = math.inf if noise == 0 else signal / noise
+    snr = -math.inf if ratio == 0 else 10 * math.log10(ratio)
+    count = max(count, 1)
+    return Losses(amax, underflow / count, largest / count, snr, int(nonfinite))

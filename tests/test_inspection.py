@@ -1,0 +1,68 @@
+"""Statistics of casts equal plain formulas, and add up over parts."""
+
+import math
+
+import pytest
+import torch
+
+from minifloat.formats import ROWWISE, parse
+from minifloat.inspection import combine, measure, read
+from minifloat.quantizer import Quantizer
+
+
+@pytest.mark.parametrize("spec", ["e4m3/tensor/fp32", "e5m2/tensor/fp32", "e4m3/1x32/e8m0", "e2m1/1x32/e8m0"])
+@pytest.mark.parametrize("rowwise", [True, False])
+def test_statistics_are_those_of_a_plain_formula(spec: str, rowwise: bool) -> None:
+    x = torch.randn(37, 96, generator=torch.Generator().manual_seed(0)) * 10
+    x[::3] *= 1e-6  # small beside what shares their column's or tensor's scale
+    x[5, 7] = 0
+    operand = Quantizer(parse(spec), rowwise=rowwise, columnwise=not rowwise)(x).any
+    restored, scales = operand.dequantize(torch.float32), operand.scale_values()
+    assert scales is not None
+    if scales.numel() > 1:
+        scales = scales.repeat_interleave(32, int(operand.dim == ROWWISE))[:37, :96]
+    seen = read(measure(x, operand))
+    assert seen.amax == x.abs().max()
+    assert seen.underflow == ((restored == 0) & (x != 0)).double().mean()
+    assert seen.saturation == (restored.abs() == operand.format.max * scales).double().mean()
+    noise = (restored - x).double().square().sum()
+    assert math.isclose(seen.snr, 10 * math.log10(x.double().square().sum() / noise))
+    assert seen.nonfinite == 0 and seen.saturation > 0
+
+
+def test_elements_that_are_not_finite_count_as_such_alone() -> None:
+    x = torch.ones(3, 32)
+    x[0, 0], x[2, 31] = math.nan, -math.inf
+    seen = read(measure(x, Quantizer(parse("e4m3/1x32/e8m0"))(x).any))
+    assert (seen.nonfinite, seen.amax) == (2, 1)
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    cast = Quantizer(parse("e4m3/1x32/e8m0"))
+    parts = combine(torch.stack([measure(rows, cast(rows).any) for rows in (x[:3], x[3:])]))
+    torch.testing.assert_close(parts, measure(x, cast(x).any), rtol=1e-12, atol=0)
+
+
+def test_no_rows_lose_nothing() -> None:
+    x = torch.zeros(0, 32)
+    assert read(measure(x, Quantizer(parse("e4m3/1x32/e8m0"))(x).any)) == (0, 0, 0, math.inf, 0)
+
+
+def test_scales_that_overflow_give_the_worst_ratio() -> None:
+    assert read(torch.tensor([1.0, 4, 0, 0, 4, math.inf, 0])).snr == -math.inf
+
+
+def test_codes_of_groups_are_refused() -> None:
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    operand = Quantizer(parse("e4m3/1x32/e8m0")).cast(torch.ones(8, 64), offsets=offsets).any
+    with pytest.raises(ValueError, match="whole matrix"):
+        measure(torch.ones(8, 64), operand)
+
+
+def test_zeros_of_a_rotated_format_are_counted_after_the_rotation() -> None:
+    x = torch.zeros(16, 16, dtype=torch.bfloat16)
+    x[3] = 1  # each rotated element is 1/4 or -1/4, so that none is lost
+    fmt = parse("e2m1/1x16/two_level/hadamard16")
+    seen = read(measure(x, Quantizer(parse("e2m1/1x16/two_level"), column_format=fmt, rowwise=False)(x).any))
+    assert (seen.underflow, seen.saturation, seen.nonfinite) == (0, 1, 0)
