@@ -59,7 +59,7 @@ class OperandLayout(NamedTuple):
 
     @property
     def of_groups(self) -> OperandLayout:
-        """That of groups, of which kernels cast strips along the rows and from their values those along the columns."""
+        """Gives the cast of groups, whose kernels cast strips along the rows and from those along the columns."""
         fmt = self.layouts[0][0] if self.column_format is not None else None
         if fmt is None or fmt != self.column_format or fmt.symmetric or not quantize.casts_blocks(fmt):
             return self

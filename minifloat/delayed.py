@@ -21,7 +21,7 @@ from minifloat.recipe import DelayedScaling
 
 
 class ExpertShare(NamedTuple):
-    """Which experts a rank has among all of a layer: ``own`` from ``first`` on.
+    """The experts that a rank has among all of a layer: ``own`` from ``first`` on.
 
     Histories [..., slots own] have a number for each of these in each slot.
     """

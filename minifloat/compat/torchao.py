@@ -29,7 +29,7 @@ WAYS_OUT = {
 @checked
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """How a product sums; ``use_fast_accum`` is the negation of ``MMParams.use_split_accumulator``."""
+    """Says how a product sums; ``use_fast_accum`` is the negation of ``MMParams.use_split_accumulator``."""
 
     use_fast_accum: bool = False
 

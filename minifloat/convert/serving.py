@@ -307,7 +307,7 @@ def _values(weight: Tensor) -> Tensor:
 
 
 def _config(layer: LinearState) -> LinearConfig | None:
-    """How the layer quantizes its tensors; None where it computes in high precision."""
+    """Finds how the layer quantizes its tensors; None where it computes in high precision."""
     recipe = recipe_in_force(layer)
     config = None if recipe is None else layer._config(recipe)
     return config if config is not None and config.weight.row_format.quantized else None

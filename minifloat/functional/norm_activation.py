@@ -303,7 +303,7 @@ class Activation:
 
 
 SavedActivation = Literal["mxfp8", "mxfp4"]
-"""What the input of an activation is kept in for backward."""
+"""The format in which backward keeps the input of an activation."""
 
 SAVED: dict[SavedActivation, Quantizer] = {
     "mxfp8": Quantizer(parse("e4m3/1x32/e8m0"), columnwise=False),

@@ -109,7 +109,7 @@ def grid_places(
 def restored(
     codes, scale, ROWS: tl.constexpr, COLS: tl.constexpr, ELEMENT: tl.constexpr, RULE: tl.constexpr, TYPE: tl.constexpr
 ):
-    """What a tile of codes and the grid of its scales stand for, rounded to TYPE, in fp32."""
+    """Decodes a tile of codes with the grid of its scales, rounded to TYPE, in fp32."""
     BLOCK_M: tl.constexpr = codes.shape[0]
     BLOCK_K: tl.constexpr = codes.shape[1]
     values = tl.reshape(ELEMENT.kernels.decode(codes, ELEMENT), (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS))

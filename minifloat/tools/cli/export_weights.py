@@ -12,8 +12,9 @@ import typer
 from minifloat.convert import export_weights
 from minifloat.convert.layouts import WeightLayout
 from minifloat.tools.cli import user_errors
+from minifloat.tools.cli.names import check_recipe
 from minifloat.tools.cli.resume import recipe_name
-from minifloat.tools.cli.train_job import check_recipe, recipe_of
+from minifloat.tools.cli.train_job import recipe_of
 from minifloat.tools.train.checkpoint import Checkpoint, locate
 from minifloat.tools.train.hf import HuggingFace
 from minifloat.tools.train.weights import load_weights
@@ -46,7 +47,7 @@ def command(
 
 
 def _trained(checkpoint: Checkpoint) -> HuggingFace:
-    """What the checkpoint is of; raises ValueError where that is no model of transformers."""
+    """Returns the model of a checkpoint; raises ValueError where that is none of transformers."""
     values = (checkpoint.settings.get("model") or {}).get("transformers")
     if values is None:
         raise ValueError(f"{checkpoint.path} is of minifloat's own model, which no engine knows; train with --hf")
