@@ -86,6 +86,9 @@ def build() -> typer.Typer:
     late(app, "study", "Compare the final losses of recipes with bf16's over several seeds, beside control pairs.")
     late(app, "bench", "Measure speed beside plain torch, torchao and Transformer Engine, each result checked first.")
     late(app, "advise", "Predict which linears of a model gain from which recipe, from measured times.", "command")
+    late(
+        app, "bisect", "Find the layers that must stay in high precision, by their casts and by short runs.", "command"
+    )
     late(app, "export-weights", "Write the weights of a model in a layout that inference engines load.", "command")
     return app
 
