@@ -20,7 +20,7 @@ MOST_RUNS = 8
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found in ``runs`` runs.
+    """The layers that were found in ``runs`` runs.
 
     Attributes:
         kept: the layers that stay in high precision; empty: none needs to.
