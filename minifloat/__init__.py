@@ -40,6 +40,7 @@ from minifloat.nn import (
     quantized_model_init,
     router_losses,
 )
+from minifloat.nn.inspect import Inspection, inspect
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
@@ -69,12 +70,12 @@ __version__ = "0.2.0"
 __all__ = [
     "ConversionReport", "CustomRecipe", "DefaultFilter", "DelayedScaling", "DelayedScalingRequest",
     "DotProductAttention", "EtpEmbedding", "Float8BlockScaling", "Float8CurrentScaling", "Float8RowwiseScaling",
-    "Format", "GroupedLinear", "GroupedMLP", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "Format", "GroupedLinear", "GroupedMLP", "Inspection", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
     "MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling", "MoE", "MultiheadAttention", "NVFP4BlockScaling",
     "Operand", "Quantized", "QuantizedTensor", "Quantizer", "QuantizerRole", "RMSNorm", "Recipe",
     "RotaryPositionEmbedding", "TopKRouter", "TransformerLayer", "VocabParallelEmbedding", "W4A8BlockScaling",
     "apply_rotary_pos_emb", "autocast", "cast_all", "cast_weights", "checkpoint", "checkpoint_context_fn", "convert",
-    "cross_entropy", "export", "find_amaxes", "get_default_recipe", "linear_cross_entropy", "load_mxfp4",
+    "cross_entropy", "export", "find_amaxes", "get_default_recipe", "inspect", "linear_cross_entropy", "load_mxfp4",
     "make_graphed_callables", "optim", "prepare", "quantized_model_init", "revert", "router_losses", "save_mxfp4",
 ]  # fmt: skip
 

@@ -43,6 +43,7 @@ class _Used:
 
     def __init__(self) -> None:  # attributes of an object, which compiled code guards; of a class it may not
         self.batch_invariant = self.check_finite = False
+        self.inspection: Any = None  # the open one, of ``nn/inspect.py``
 
 
 used = _Used()

@@ -150,6 +150,8 @@ def multiply_output(
     made = compute(quantizer, scale=scale, fused=fused, return_value=rounded)
     if made.quantized is not None:
         given.x = made.quantized
+        if spec.seen is not None and (read := compute(quantizer).value) is not None:  # what the kernel's cast reads
+            spec.seen("input", read, made.quantized)
         if given.delayed is not None:
             record(given.delayed, "input", made.quantized)
     known = new(KnownOfX, (None, made.amaxes, made.label))
@@ -348,10 +350,15 @@ def _act_gradient(mlp: MLPCall, da: Tensor, h: Tensor, delayed_call: DelayedCall
     casts = options.needs_x or options.needs_w  # else only the bias is trained, whose gradient sums what a cast reads
     quantizer = spec.dy if casts else spec.config.grad_output
     scale = delayed_scale(delayed_call, "grad_output") if casts and not rounded else None
-    return dact_value(
+    dh = dact_value(
         da, h, mlp.activation, quantizer, scale=scale, fused=casts, return_value=rounded,
         with_column_sum=options.needs_b,
     )  # fmt: skip
+    if spec.seen is not None and dh.quantized is not None:
+        read = dact_value(da, h, mlp.activation, quantizer).value  # what the kernel's cast reads
+        assert read is not None
+        spec.seen("grad_output", read, dh.quantized)
+    return dh
 
 
 def _grad_operands(mlp: MLPCall, dh: FusedOutput, delayed_call: DelayedCall | None) -> Quantized:

@@ -53,6 +53,7 @@ class Spec:
         forward, backward: record whole passes of calls that no rank has a part in, on a GPU.
         eager: no compiler traces it.
         multiply, multiply_rows: the GEMM, and that of fprop.
+        seen: in an inspected step, gets the kind and the values of each tensor that is cast, and its operands.
     """
 
     config: LinearConfig
@@ -75,6 +76,7 @@ class Spec:
     eager: bool
     multiply: Callable[..., Tensor]
     multiply_rows: Callable[..., Tensor]
+    seen: Callable[[str, Tensor, Quantized], None] | None = None
 
 
 class Given:

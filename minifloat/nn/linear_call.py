@@ -103,6 +103,8 @@ def prepare_call(
             if len(specs) >= _MOST_SPECS:
                 specs.clear()
             specs[options] = spec
+    if not compiling and used.inspection is not None:
+        spec = used.inspection.watch(layer, spec)
     given = Given()
     if config.delayed is not None:
         backward = needs_x or needs_w or needs_b
@@ -111,6 +113,8 @@ def prepare_call(
     nothing_kept = compiling or layer._weight_cache is None
     if not (plain and is_first_microbatch is None and nothing_kept):  # else it is cast now
         given.w = layer._weight_operands(spec, given.delayed, weight, is_first_microbatch)
+        if spec.seen is not None and given.w is not None:
+            spec.seen("weight", weight, given.w)
     return new(LinearCall, (spec, exchange, source, given)), weight, bias
 
 

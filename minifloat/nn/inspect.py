@@ -1,0 +1,228 @@
+"""``inspect``: watches what the casts of a model lose, layer by layer, while it trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minifloat import recompute
+from minifloat.arguments import Count, checked
+from minifloat.autocast import used
+from minifloat.formats import ROWWISE
+from minifloat.functional.quantize import RoleCasts
+from minifloat.functional.spec import LinearCasts, Spec
+from minifloat.inspection import Losses, combine, measure, read
+from minifloat.operand import Quantized
+from minifloat.quantizer import as_matrix
+from minifloat.tensor import QuantizedTensor
+
+_ROLES = {"input": "X", "weight": "W", "grad_output": "dY"}
+
+
+class Place(NamedTuple):
+    """Names an operand: the layer, ``"X"``, ``"W"`` or ``"dY"``, and ``"rowwise"``, ``"columnwise"`` or ``"both"``."""
+
+    layer: str
+    role: str
+    orientation: str
+
+
+class NonFinite(NamedTuple):
+    """The first operand that held infinity or NaN: the step, its number in the step, the rank, and how many."""
+
+    step: int
+    order: int
+    rank: int
+    place: Place
+    count: int
+
+
+class _WatchedCasts(RoleCasts):
+    """Makes the operands that the casts of a spec make, codes where those would leave values, and reports them."""
+
+    def __init__(self, casts: RoleCasts, device: str, spec: Spec) -> None:
+        super().__init__(casts.quantizers, casts.kinds, device)
+        self.made_by, self.spec = RoleCasts(casts.quantizers, casts.kinds, device), spec
+        self.casts = None  # or exchanges would call them past this object
+
+    def __call__(self, xs: Sequence[Tensor], *args: Any, **options: Any) -> list[Quantized]:
+        made = self.made_by(xs, *args, **options)
+        for kind, x, quantized in zip(self.kinds, xs, made, strict=True):
+            if self.spec.seen is not None:
+                self.spec.seen(kind, x, quantized)
+        return made
+
+
+class Inspection:
+    """Statistics of the operands of a model's linears in every ``every``-th step; made by :func:`inspect`."""
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        if used.inspection is not None:
+            raise RuntimeError("inspect: another inspection is open; close() it first")
+        self.every, self.step, self._active = every, -1, False
+        self._names = {module: name for name, module in model.named_modules()}
+        self._pending: list[tuple[int, int, Place, Tensor]] = []
+        self._measured: dict[tuple[int, Place], Tensor] = {}
+        self._first: NonFinite | None = None
+        self._order = 0
+        self._hook = model.register_forward_pre_hook(self._begin)
+        used.inspection = self
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        """Counts the steps, and fetches what the last one measured: its backward is over."""
+        if torch.compiler.is_compiling() or recompute.recomputes():
+            return
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        training = model.training and torch.is_grad_enabled() and not capturing
+        self.step += training
+        self._active = training and self.step % self.every == 0
+        if not capturing:
+            self._fetch()
+
+    def watch(self, layer: nn.Module, spec: Spec) -> Spec:
+        """Returns ``spec``, or in an inspected step one that computes the same bits and reports its casts."""
+        name = self._names.get(layer) if self._active else None
+        if name is None:
+            return spec
+        label, step = name or str(getattr(layer, "_label", "")), self.step
+
+        def seen(kind: str, x: Tensor, made: Quantized) -> None:
+            self._observe(step, label, kind, x, made)
+
+        # Every layer casts its own X, nothing is replayed, and no operand is left as values.
+        watched = replace(spec, forward=None, backward=None, shares_x=False, emit_bf16=(), seen=seen)
+        casts = LinearCasts(*(_WatchedCasts(each, spec.options.device, watched) for each in spec.casts))
+        return replace(watched, casts=casts)
+
+    def _observe(self, step: int, layer: str, kind: str, x: Tensor, made: Quantized) -> None:
+        if isinstance(x, QuantizedTensor) or x.is_meta or (kind != "grad_output" and recompute.recomputes()):
+            return  # a recomputation casts once more what the forward cast
+        for operand in made:
+            codes = operand is not None and operand.offsets is None and operand.codes.dtype == torch.uint8
+            if operand is None or not codes or (operand.format.symmetric and operand is not made.any):
+                continue
+            orientation = "rowwise" if operand.dim == ROWWISE else "columnwise"
+            place = Place(layer, _ROLES[kind], "both" if operand.format.symmetric else orientation)
+            self._order += 1
+            self._pending.append((step, self._order, place, measure(as_matrix(x), operand)))
+
+    def _fetch(self) -> None:
+        """Brings what is measured to the host, in one copy for each device."""
+        pending, self._pending = self._pending, []
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        for device in dict.fromkeys(each.device for *_, each in pending):
+            own = [entry for entry in pending if entry[-1].device == device]
+            values = torch.stack([each for *_, each in own]).cpu()
+            for (step, order, place, _), sums in zip(own, values, strict=True):
+                self._add(step, place, sums)
+                if sums[-1] > 0:
+                    found = NonFinite(step, order, rank, place, int(sums[-1]))
+                    self._first = found if self._first is None else min(self._first, found)
+
+    def _add(self, step: int, place: Place, sums: Tensor) -> None:
+        before = self._measured.get((step, place))
+        self._measured[step, place] = sums if before is None else combine(torch.stack([before, sums]))
+
+    @property
+    def first_nonfinite(self) -> NonFinite | None:
+        """The first operand with an element that is infinite or NaN in high precision; waits for the device."""
+        self._fetch()
+        return self._first
+
+    def rows(self) -> list[tuple[Place, Losses]]:
+        """Lists the statistics of all inspected steps together, worst first: non-finite, then the lowest SNR."""
+        self._fetch()
+        sums: dict[Place, list[Tensor]] = {}
+        for (_, place), each in self._measured.items():
+            sums.setdefault(place, []).append(each)
+        rows = [(place, read(combine(torch.stack(each)))) for place, each in sums.items()]
+        return sorted(rows, key=lambda row: (-row[1].nonfinite, row[1].snr))
+
+    def table(self) -> str:
+        """Writes :meth:`rows` as plain text."""
+        rows = self.rows()
+        width = max([5, *(len(place.layer) for place, _ in rows)])
+        lines = [
+            f"{'layer':{width}}  role  orientation        amax  underflow  saturation   SNR dB  non-finite",
+            *(
+                f"{place.layer:{width}}  {place.role:4}  {place.orientation:11}  {of.amax:10.3g}  {of.underflow:9.2%}  "
+                f"{of.saturation:10.2%}  {of.snr:7.1f}  {of.nonfinite:10}"
+                for place, of in rows
+            ),
+        ]
+        return "\n".join(lines)
+
+    def write(self, folder: str | Path) -> Path:
+        """Writes one JSON line for each step and operand to ``inspect.jsonl``, or ``inspect.rank1.jsonl`` on rank 1.
+
+        An SNR that is infinite is null, and so is that of an operand whose noise is.
+        """
+        self._fetch()
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        path = Path(folder) / (f"inspect.rank{rank}.jsonl" if rank else "inspect.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for (step, place), sums in self._measured.items():
+                of = read(sums)._asdict()
+                of["snr"] = of["snr"] if abs(of["snr"]) < torch.inf else None
+                file.write(json.dumps({"step": step, **place._asdict(), **of}) + "\n")
+        return path
+
+    def reduce(self, group: ProcessGroup | None = None) -> None:
+        """Adds up the statistics of the ranks of ``group``, on each of them; all must call it, once.
+
+        A rank's statistics are of what it cast: its rows of X and dY, its W, which counts once for each rank that has
+        it. ``first_nonfinite`` becomes that of the earliest step, and of the earliest cast in it.
+        """
+        self._fetch()
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, (self._measured, self._first), group)
+        self._measured = {}
+        for measured, _ in parts:
+            for (step, place), sums in measured.items():
+                self._add(step, place, sums)
+        self._first = min((first for _, first in parts if first is not None), default=None)
+
+    def close(self) -> None:
+        """Ends the inspection; what it has found can still be read."""
+        if used.inspection is self:
+            used.inspection = None
+        self._active = False
+        self._hook.remove()
+        self._fetch()
+        self._names = {}
+
+    def __enter__(self) -> Inspection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@checked
+def inspect(model: nn.Module, every: Count = 100) -> Inspection:
+    """Watches the casts of the linears in ``model``: what each operand of their GEMMs loses.
+
+    Linears alone and those in fused modules and in converted models, in eager code. A step is a forward of ``model``
+    itself in training mode with its backward; the first is inspected, then each ``every``-th. Outputs and gradients
+    keep their bits. Microbatches are steps, so that with gradient accumulation ``every`` counts those.
+
+    A model that is compiled or captured into a CUDA graph goes uninspected, as do layers that are added later, grouped
+    linears and experts, weights that are kept quantized or come gathered as codes, and inputs that sequence parallelism
+    gathers.
+
+    Returns:
+        An :class:`Inspection`: a context manager, or to be ended with ``close()``.
+
+    Raises:
+        RuntimeError: another inspection is open.
+    """
+    return Inspection(model, every)
