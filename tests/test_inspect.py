@@ -75,7 +75,7 @@ def test_a_planted_nan_is_named() -> None:
     with torch.no_grad():
         model[1].weight[3, 5] = math.nan
     first = _step(model, torch.randn(32, 64)).first_nonfinite
-    assert (first.step, first.rank, first.place.layer, first.place.role, first.count) == (0, 0, "1", "W", 1)
+    assert (first.step, first.rank, first.place.layer, first.place.role, first.elements) == (0, 0, "1", "W", 1)
 
 
 def test_a_planted_layer_that_saturates_is_named() -> None:

@@ -42,7 +42,7 @@ class NonFinite(NamedTuple):
     order: int
     rank: int
     place: Place
-    count: int
+    elements: int
 
 
 class _WatchedCasts(RoleCasts):
@@ -73,7 +73,7 @@ class Inspection:
         self._measured: dict[tuple[int, Place], Tensor] = {}
         self._first: NonFinite | None = None
         self._order = 0
-        self._hook = model.register_forward_pre_hook(self._begin)
+        self._hook = model.register_forward_pre_hook(self._begin, prepend=True)
         used.inspection = self
 
     def _begin(self, model: nn.Module, args: Any) -> None:
@@ -101,6 +101,11 @@ class Inspection:
         watched = replace(spec, forward=None, backward=None, shares_x=False, emit_bf16=(), seen=seen)
         casts = LinearCasts(*(_WatchedCasts(each, spec.options.device, watched) for each in spec.casts))
         return replace(watched, casts=casts)
+
+    def see_rows(self, layer: nn.Module, rows: Tensor, part: Quantized) -> None:
+        """Measures the cast of this rank's ``rows`` of a sharded weight."""
+        if (name := self._names.get(layer) if self._active else None) is not None:
+            self._observe(self.step, name or str(getattr(layer, "_label", "")), "weight", rows, part)
 
     def _observe(self, step: int, layer: str, kind: str, x: Tensor, made: Quantized) -> None:
         if isinstance(x, QuantizedTensor) or x.is_meta or (kind != "grad_output" and recompute.recomputes()):
@@ -216,8 +221,8 @@ def inspect(model: nn.Module, every: Count = 100) -> Inspection:
     keep their bits. Microbatches are steps, so that with gradient accumulation ``every`` counts those.
 
     A model that is compiled or captured into a CUDA graph goes uninspected, as do layers that are added later, grouped
-    linears and experts, weights that are kept quantized or come gathered as codes, and inputs that sequence parallelism
-    gathers.
+    linears and experts, weights that are kept quantized, and inputs that sequence parallelism gathers. Of a sharded
+    weight each rank's own rows are seen: call this after ``fully_shard``.
 
     Returns:
         An :class:`Inspection`: a context manager, or to be ended with ``close()``.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import label_of
+from minifloat.autocast import used
 from minifloat.comm.dtensor_ddp import check_same_rows, running
 from minifloat.comm.group import Group, ShardMap
 from minifloat.comm.sharded_cast import Repeat, quantize_shards
@@ -308,7 +309,18 @@ def cast_together(
             maps += [rows.sharding.shards] * len(values)
             scales += rows.scales() if replayed is None else replayed
             dims += [rows.dims] * len(values)
-    made = iter(quantize_shards(xs, quantizers, maps, wanted[0][0].sharding.group, scales, dims))
+    all_made = quantize_shards(xs, quantizers, maps, wanted[0][0].sharding.group, scales, dims)
+    if used.inspection is not None:
+        owners = [
+            rows
+            for (rows, *_), own in zip(wanted, ready, strict=True)
+            if own is None
+            for _ in range(rows.sharding.matrices)
+        ]
+        for rows, x, (part, repeat) in zip(owners, xs, all_made, strict=True):
+            if repeat is not None and rows.sharding.matrices == 1:  # no row of a block is another rank's
+                used.inspection.see_rows(rows.layer, x, part)
+    made = iter(all_made)
     casts = []
     for (rows, quantizer, dtype), own in zip(wanted, ready, strict=True):
         sharding = rows.sharding
