@@ -138,3 +138,21 @@ def test_a_weight_that_is_kept_for_microbatches_is_seen() -> None:
             model(torch.randn(32, 64), is_first_microbatch=first).sum().backward()
     (weight,) = [of for place, of in seen.rows() if place.role == "W"]
     assert weight.amax == model.weight.abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4", "delayed"])
+def test_experts_keep_their_bits_uninspected(recipe: str) -> None:
+    def train(inspected: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = minifloat.MoE(64, 64, 4, top_k=2).bfloat16()
+        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        seen = minifloat.inspect(model, every=1) if inspected else None
+        with minifloat.autocast(recipe=recipe):
+            y = model(x)
+        y.float().square().sum().backward()
+        if seen is not None:
+            seen.close()
+            assert not any("fc" in place.layer for place, _ in seen.rows())
+        return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
