@@ -40,7 +40,7 @@ from minifloat.nn import (
     quantized_model_init,
     router_losses,
 )
-from minifloat.nn.inspect import Inspection, inspect
+from minifloat.nn.inspect import inspect
 from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
@@ -70,7 +70,7 @@ __version__ = "0.2.0"
 __all__ = [
     "ConversionReport", "CustomRecipe", "DefaultFilter", "DelayedScaling", "DelayedScalingRequest",
     "DotProductAttention", "EtpEmbedding", "Float8BlockScaling", "Float8CurrentScaling", "Float8RowwiseScaling",
-    "Format", "GroupedLinear", "GroupedMLP", "Inspection", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "Format", "GroupedLinear", "GroupedMLP", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
     "MXFP4BlockScaling", "MXFP6BlockScaling", "MXFP8BlockScaling", "MoE", "MultiheadAttention", "NVFP4BlockScaling",
     "Operand", "Quantized", "QuantizedTensor", "Quantizer", "QuantizerRole", "RMSNorm", "Recipe",
     "RotaryPositionEmbedding", "TopKRouter", "TransformerLayer", "VocabParallelEmbedding", "W4A8BlockScaling",
