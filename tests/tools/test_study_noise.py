@@ -71,6 +71,7 @@ def test_each_content_is_there_once_and_whole_files_are_held_out(tmp_path: Path)
         assert sum(part.count(text) for part in parts) == 1
     assert b"\0" not in parts[0] and b"no source" not in parts[0] + parts[1] and 2 <= parts[1].count(b"def ") <= 20
     assert "200 files of 400, each content once" in corpus.source and "sha256" in corpus.source
+    assert str(tmp_path) not in corpus.source and tmp_path.name in corpus.source  # it goes into reports
     source_text.write(corpus, tmp_path / "kept")
     kept = source_text.read(tmp_path / "kept")
     assert kept is not None and kept.fingerprint == corpus.fingerprint and kept.source == corpus.source

@@ -66,8 +66,9 @@ def gather(
     if not all(parts.values()):
         raise ValueError(f"{len(chosen)} source files below {where} are too few to hold some out")
     whole = hashlib.sha256(b"".join(sorted(chosen))).hexdigest()
+    shown = ", ".join("/".join(folder.parts[-2:]) for folder in folders)  # reports travel: no path of this machine
     source = (
-        f"source text below {where}: {len(chosen):,} files of {files:,}, each content once, "
+        f"source text below {shown}: {len(chosen):,} files of {files:,}, each content once, "
         f"{sum(sizes[digest][1] for digest in chosen):,} bytes, {len(parts['validation']):,} files held out; sha256 of "
         f"the sorted digests {whole}"
     )
