@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from minifloat.arguments import NonNegativeFloat, checked
@@ -229,15 +229,18 @@ class MXFP4BlockScaling(Recipe):
 
     Args:
         enable_2d_quantization: weights share a scale in 32 x 32 tiles, so that both orientations are the same values.
+        enable_rht: the wgrad operands take NVFP4's Hadamard transform, whose signs are fixed.
     """
 
     backward_override: BackwardOverride = None
     enable_2d_quantization: bool = False
+    enable_rht: bool = False
     pairs = (("MXFP4", _E2M1, _E2M1),)
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        tile = self.enable_2d_quantization and role.tensor_type == "weight"
-        return Quantizer(Format("e2m1", 32, tile, "e8m0"))
+        if role.tensor_type == "weight":
+            return Quantizer(replace(_E2M1, tile=self.enable_2d_quantization))
+        return Quantizer(_E2M1, replace(_E2M1, transform="hadamard16") if self.enable_rht else None)
 
 
 @checked

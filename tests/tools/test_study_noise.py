@@ -104,7 +104,7 @@ def test_tokens_of_source_text(tmp_path: Path) -> None:
     [
         (("--vocabulary", 300), "--vocabulary is for --machine-text"),
         (("--machine-text", "--vocabulary", 300), "text has bytes of 256; choose another --out, or its --vocabulary"),
-        (("--recipes", "mxfp8+2d"), "2d is an option of mxfp4 and w4a8"),
+        (("--recipes", "block+2d"), "2d is an option of mxfp8 and mxfp4 and w4a8"),
         (("--recipes", "mxfp4+4over6"), "4over6 is an option of nvfp4"),
     ],
 )
@@ -136,7 +136,7 @@ def given(corpus: Corpus, **changed: object) -> Conditions:
 
 NAMES = [
     "nvfp4+4over6", "nvfp4+no-rht+4over6", "nvfp4+no-sr+last-bf16", "nvfp4+no-2d", "current+parameters", "mxfp8+tail15",
-    "w4a8", "mxfp4+2d",
+    "w4a8", "mxfp4+2d+rht", "current+e4m3+split", "block+f32-scales", "mxfp8+codes",
 ]  # fmt: skip
 
 
@@ -157,7 +157,9 @@ def test_layers_of_a_tail(name: str, layers: int, quantized: int) -> None:
     assert Variant.parse(f"nvfp4+{name}").quantized_layers(replace(MICRO, layers=layers)) == quantized
 
 
-@pytest.mark.parametrize("name", ["bf16-reordered", "fp32", "mxfp4+2d", "nvfp4+no-rht+4over6", "current+parameters"])
+@pytest.mark.parametrize(
+    "name", ["bf16-reordered", "fp32", "mxfp4+2d+rht", "nvfp4+no-rht+4over6", "current+parameters"]
+)
 def test_captured_runs_are_the_same(name: str, corpus: Corpus, graph_device: torch.device) -> None:
     """Each step of the rise and of the fall of the learning rate, and the evaluations in between."""
     conditions = given(corpus, steps=5, evaluations=5, decay="linear", device=study.device_kind(graph_device))
@@ -186,8 +188,9 @@ def test_rates_fall_to_zero_and_early_evaluations_are_short(corpus: Corpus) -> N
     assert seen == 3 * [2] * 2 + [2] * 9  # of 18 windows
 
 
-def test_experts(corpus: Corpus) -> None:
-    job = Job("current", 0)
+@pytest.mark.parametrize("name", ["current", "current+saved4"])
+def test_experts(name: str, corpus: Corpus) -> None:
+    job = Job(name, 0)
     result = study.execute(job, given(corpus, experts=2), corpus, CPU)
     assert result.error is None and result.run.history[-1].imbalance is not None
     assert study_report.problems_of_runs({job: result}) == []

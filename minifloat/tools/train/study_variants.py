@@ -2,35 +2,67 @@
 
 =================  =====================================================================================
 ``no-rht``         NVFP4 without the Hadamard transform of the wgrad operands
+``rht``            MXFP4 with it
 ``no-sr``          NVFP4 with gradients rounded to nearest
 ``no-2d``          NVFP4 with weights in strips
+``2d``             MXFP4, MXFP8 and W4A8 with weights in tiles
 ``4over6``         NVFP4 whose blocks are scaled to 4 or 6: of weights, with ``no-rht`` of activations too
-``2d``             MXFP4 and W4A8 with weights in tiles
+``e4m3``           delayed and current with gradients in E4M3
+``split``          current and rowwise with fprop accumulated in fp32, as dgrad and wgrad are
+``f32-scales``     block with scales that are no powers of two
+``codes``          block and MXFP8 whose wgrad operands are cast from the codes of the others
 ``last-bf16``      the last quarter of the layers in bf16
 ``tail15``         the last 15 % of the layers in bf16, to the nearest number, at least one
 ``parameters``     weights kept as codes, under fp32 masters in the optimizer
+``saved8``         experts that keep the inputs of their activations in MXFP8
+``saved4``         experts that keep them in MXFP4
 =================  =====================================================================================
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from minifloat import quantized_model_init
+from minifloat import GroupedMLP, quantized_model_init
+from minifloat.functional.norm_activation import SavedActivation
 from minifloat.optim import MasterWeights
 from minifloat.recipe import NAMES, Recipe, named
-from minifloat.recipe.scaling import MXFP4BlockScaling, NVFP4BlockScaling, W4A8BlockScaling
+from minifloat.recipe.base import DelayedScaling, ElementPair, split
+from minifloat.recipe.scaling import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP4BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    W4A8BlockScaling,
+)
 from minifloat.tensor import QuantizedTensor
 from minifloat.tools.train.model import ModelConfig, Transformer
 from minifloat.tools.train.run import TrainConfig
 from minifloat.tools.train.step import make_optimizer, parameter_groups
 
-NVFP4 = "no-rht", "no-sr", "no-2d", "4over6"
+_TENSOR = DelayedScaling, Float8CurrentScaling
+_BLOCKS = Float8BlockScaling, MXFP8BlockScaling
+FIELDS: dict[str, tuple[tuple[type[Recipe], ...], dict[str, Any]]] = {  # recipes that take an option, and what it sets
+    "no-rht": ((NVFP4BlockScaling,), {"disable_rht": True}),
+    "rht": ((MXFP4BlockScaling,), {"enable_rht": True}),
+    "no-sr": ((NVFP4BlockScaling,), {"disable_stochastic_rounding": True}),
+    "no-2d": ((NVFP4BlockScaling,), {"disable_2d_quantization": True}),
+    "2d": ((MXFP4BlockScaling, MXFP8BlockScaling, W4A8BlockScaling), {"enable_2d_quantization": True}),
+    "4over6": ((NVFP4BlockScaling,), {"nvfp4_4over6": "weights"}),
+    "e4m3": (_TENSOR, {"fp8_format": ElementPair.E4M3}),
+    "split": ((Float8CurrentScaling, Float8RowwiseScaling), {"fp8_gemm_fprop": split()}),
+    "f32-scales": ((Float8BlockScaling,), {"use_f32_scales": True}),
+    "codes": (_BLOCKS, {"columnwise_source": "rowwise_dequantized"}),
+}
 TAILS = {"last-bf16": 0.25, "tail15": 0.15}  # which share of the layers is in bf16
-OPTIONS = (*NVFP4, "2d", *TAILS, "parameters")
+SAVED: dict[str, SavedActivation] = {"saved8": "mxfp8", "saved4": "mxfp4"}
+OPTIONS = (*FIELDS, *TAILS, "parameters", *SAVED)
 
 
 @dataclass(frozen=True)
@@ -49,18 +81,16 @@ class Variant:
         if unknown := [option for option in options if option not in OPTIONS]:
             raise ValueError(f"--recipes: {name} has no option {unknown[0]!r}; choose from {', '.join(OPTIONS)}")
         recipe = named(base)
-        if of_nvfp4 := [option for option in options if option in NVFP4]:
-            if not isinstance(recipe, NVFP4BlockScaling):
-                raise ValueError(f"--recipes: {name}: {of_nvfp4[0]} is an option of nvfp4; leave it out")
-            rht, sr, tiles, search = (option in options for option in NVFP4)
-            recipe = replace(
-                recipe, disable_rht=rht, disable_stochastic_rounding=sr, disable_2d_quantization=tiles,
-                nvfp4_4over6=("all" if rht else "weights") if search else "none",
-            )  # fmt: skip
-        if "2d" in options:
-            if not isinstance(recipe, MXFP4BlockScaling | W4A8BlockScaling):
-                raise ValueError(f"--recipes: {name}: 2d is an option of mxfp4 and w4a8; leave it out")
-            recipe = replace(recipe, enable_2d_quantization=True)
+        changes: dict[str, Any] = {}
+        for option in (option for option in FIELDS if option in options):
+            taken, fields = FIELDS[option]
+            if not isinstance(recipe, taken):
+                those = " and ".join(name for name in NAMES if isinstance(named(name), taken))
+                raise ValueError(f"--recipes: {name}: {option} is an option of {those}; leave it out")
+            changes |= fields
+        if {"4over6", "no-rht"} <= set(options):
+            changes["nvfp4_4over6"] = "all"  # the search is for what is not rotated
+        recipe = replace(recipe, **changes)
         if len(set(options)) < len(options):
             raise ValueError(f"--recipes: {name}: name each option once")
         return cls(recipe, frozenset(options))
@@ -93,6 +123,10 @@ class Variant:
             for module in block.modules():
                 if getattr(module, "recipe", None) is not None:
                     module.recipe = "none"  # type: ignore[assignment]
+        for kept_in in [SAVED[option] for option in SAVED.keys() & self.options]:
+            for module in model.modules():
+                if isinstance(module, GroupedMLP):
+                    module.saved_activation = kept_in
         return model
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
