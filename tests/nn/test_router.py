@@ -54,14 +54,14 @@ FOR_EACH_OPTION = pytest.mark.parametrize("options", list(OPTIONS.values()), ids
 FOR_ALL_OPTIONS = pytest.mark.parametrize("options", list(ALL.values()), ids=list(ALL))
 
 
-def made(experts: int = 8, k: int = 2, device: torch.device | str = "cpu", **options: Any) -> TopKRouter:
+def made(experts: int = 8, k: int = 2, device: torch.device | None = None, **options: Any) -> TopKRouter:
     """A router whose parameters and buffers are nowhere 0."""
     router = TopKRouter(H, experts, k, **options)
     with torch.no_grad():
         for each in (router.weight, router.bias, router.expert_bias):
             if each is not None:
                 each.normal_()
-    return router.to(device)
+    return router if device is None else router.to(device)
 
 
 # ---- a router of Python's numbers ----

@@ -56,7 +56,7 @@ def make(seed: int, way: str, mesh: Any) -> nn.Sequential:
     for name, buffer in model[1].named_buffers():  # of all experts the same numbers, whoever has them
         first, count = model[1].fc1.first_expert, model[1].fc1.num_gemms
         slots, length = buffer.shape[-1] // count, buffer.numel() // buffer.shape[-1]
-        drawn = torch.rand(length, slots, E, generator=torch.Generator().manual_seed(seed))
+        drawn = torch.rand(length, slots, E, generator=torch.Generator(torch.get_default_device()).manual_seed(seed))
         buffer.copy_(drawn[..., first : first + count].reshape(buffer.shape) + len(name))
     if "fsdp" in way:
         for layer in (model[0].experts, model[1]):
