@@ -68,7 +68,9 @@ def of_meshes(device: str) -> dict[str, Callable[[int, int], Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    device = parser.parse_args().device
+    parser.add_argument("--only", default="", help="the cases whose names have this in them")
+    arguments = parser.parse_args()
+    device = arguments.device
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if device == "cuda":
@@ -76,6 +78,8 @@ def main() -> None:
     cases = {name: partial(compare, **case, device=device) for name, case in CASES.items()}
     failed = False
     for name, case in (cases | (of_meshes(device) if size == 2 else {})).items():
+        if arguments.only not in name:
+            continue
         torch.set_default_device(device if name not in cases else None)
         torch.manual_seed(0)
         try:
