@@ -35,38 +35,57 @@ def measure(x: Tensor, operand: Operand) -> Tensor:
     """Compares ``operand`` with the values ``x`` [M, K] that it was cast from; waits for no device.
 
     A format that rotates has its zeros and largest codes counted after the rotation, which spreads what a
-    non-finite element does to the noise over its 16 rows.
+    non-finite element does to the noise over its 16 rows; in groups of rows they are not counted, and their shares are
+    NaN. Rows of no group are left out.
 
     Returns:
         fp64 [7]: amax, then sums: codes, underflows, codes of the largest magnitude, signal, noise, non-finite
         elements. :func:`combine` adds them up, :func:`read` gives their meaning.
 
     Raises:
-        ValueError: ``operand`` holds values, no codes, or groups of rows.
+        ValueError: ``operand`` holds values, no codes.
     """
     fmt = operand.format
-    if operand.offsets is not None or operand.codes.dtype != torch.uint8:
-        raise ValueError(
-            f"measure compares codes of a whole matrix; this {fmt.spec} operand has none: cast it by itself"
-        )
+    if operand.codes.dtype != torch.uint8:
+        raise ValueError(f"measure compares codes; this {fmt.spec} operand has none: cast it by itself")
     with torch.no_grad():
         values = x.detach().float()
+        if operand.offsets is not None:
+            some_group = torch.arange(len(values), device=x.device)[:, None] < operand.offsets[-1]
+            values = torch.where(some_group, values, 0)
         finite = values.isfinite()
         values = torch.where(finite, values, 0)
-        before = reference.rotated(values, fmt, operand.dim)
-        elements = reference.decode(operand.codes, fmt, operand.dim, before.shape).abs()
         noise = torch.where(finite, operand.dequantize(torch.float32) - values, 0)
+        before, elements, count = _elements(values, operand)
         known = finite if before.shape == finite.shape else torch.ones_like(before, dtype=torch.bool)
         sums = [
-            torch.full((), elements.numel(), device=x.device),
+            count,
             ((elements == 0) & (before != 0) & known).sum(),
-            (elements == fmt.max).sum(),
+            (elements > 0.95 * fmt.max).sum(),  # no other code is so close to the largest
             values.double().square().sum(),
             noise.double().square().sum(),
             (~finite).sum(),
         ]
         amax = values.abs().amax() if values.numel() else values.new_zeros(())
         return torch.stack([amax.double(), *(each.double() for each in sums)])
+
+
+def _elements(values: Tensor, operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
+    """What was cast, after a rotation; the magnitudes of its codes; and how many there are."""
+    fmt, scale_inv = operand.format, operand.scale_inv
+    if operand.offsets is None:
+        before = reference.rotated(values, fmt, operand.dim)
+        elements = reference.decode(operand.codes, fmt, operand.dim, before.shape)
+        return before, elements.abs(), torch.full((), elements.numel(), device=values.device)
+    if fmt.transform != "none":
+        nothing = values.new_zeros(0)
+        return nothing, nothing, values.new_full((), math.nan)
+    assert scale_inv is not None
+    # Values under scales of 1 are the elements: 127 is E8M0's, 56 that of E4M3 under an amax of max x max.
+    one = 56 if fmt.scale_rule == "two_level" else 127 if scale_inv.dtype == torch.uint8 else 1
+    amax = None if operand.amax is None else torch.full_like(operand.amax, fmt.max * fmt.block_scale_max)
+    of_ones = operand._replace(scale_inv=torch.full_like(scale_inv, one), amax=amax)
+    return values, of_ones.dequantize(torch.float32).abs(), operand.offsets[-1] * values.shape[1]
 
 
 def combine(measured: Tensor) -> Tensor:

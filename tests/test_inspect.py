@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import minifloat
-from minifloat import LayerNormLinear, LayerNormMLP, Linear
+from minifloat import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 
 RECIPES = ["delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "mxfp4", "mxfp6", "w4a8"]
 MODULES = {
@@ -140,11 +140,23 @@ def test_a_weight_that_is_kept_for_microbatches_is_seen() -> None:
     assert weight.amax == model.weight.abs().max()
 
 
-@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4", "delayed"])
-def test_experts_keep_their_bits_uninspected(recipe: str) -> None:
+def test_compiled_models_are_refused_and_uninspected_ones_named() -> None:
+    model = nn.Sequential(Linear(64, 64), Linear(64, 64))
+    with pytest.raises(ValueError, match="inspect: OptimizedModule is compiled"):
+        minifloat.inspect(torch.compile(model))
+    model[1].compile()
+    with pytest.raises(ValueError, match="inspect: 1 is compiled"):
+        minifloat.inspect(model)
+    with pytest.warns(UserWarning, match="no step has reported a cast"), minifloat.inspect(model[0]):
+        model[0](torch.randn(32, 64))  # under no recipe
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute_activation": True, "single_grouped_weight": True}], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_keep_their_bits(recipe: str, options: dict[str, Any]) -> None:
     def train(inspected: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        model = minifloat.MoE(64, 64, 4, top_k=2).bfloat16()
+        model = minifloat.MoE(64, 64, 4, top_k=2, **options).bfloat16()
         x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
         seen = minifloat.inspect(model, every=1) if inspected else None
         with minifloat.autocast(recipe=recipe):
@@ -152,7 +164,39 @@ def test_experts_keep_their_bits_uninspected(recipe: str) -> None:
         y.float().square().sum().backward()
         if seen is not None:
             seen.close()
-            assert not any("fc" in place.layer for place, _ in seen.rows())
+            found = {(place.layer, place.role) for place, _ in seen.rows()}
+            assert found == {(f"experts.fc{i}", role) for i in (1, 2) for role in ("X", "W", "dY")}
         return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_are_measured_as_single_linears(recipe: str) -> None:
+    """Of rows that are no expert's nothing is counted; rotated groups have no shares of codes."""
+    torch.manual_seed(0)
+    splits, rows = [5, 0, 27], 40
+    experts = GroupedLinear(3, 64, 96, recipe=recipe)
+    x, dy = torch.randn(rows, 64), torch.randn(rows, 96)
+    x[3, 7] = math.inf
+    x[sum(splits) :] = math.nan
+    with minifloat.inspect(experts, every=1) as seen:
+        x_in = x.clone().requires_grad_()
+        experts(x_in, splits).backward(dy)
+    singles = nn.ModuleList(Linear(64, 96, recipe=recipe) for _ in splits)
+    with minifloat.inspect(singles[0], every=1) as one:
+        one._names, start = {single: "" for single in singles}, 0
+        one._begin(singles[0], ())
+        for single, size, number in zip(singles, splits, range(3), strict=True):
+            single.weight.data.copy_(experts.get_submodule(str(number)).weight)
+            rows_of = slice(start, start := start + size)
+            single(x[rows_of].clone().requires_grad_()).backward(dy[rows_of])
+    want = {place[1:]: of for place, of in one.rows()}
+    got = {place[1:]: of for place, of in seen.rows()}
+    assert got.keys() == want.keys()
+    for place, of in got.items():
+        drawn = recipe == "nvfp4" and place[0] == "dY"
+        rotated = recipe == "nvfp4" and place in {("X", "columnwise"), ("dY", "columnwise")}
+        assert (of.amax, of.nonfinite) == (want[place].amax, want[place].nonfinite)
+        assert drawn or of.snr == pytest.approx(want[place].snr, abs=1e-6, nan_ok=True)
+        assert math.isnan(of.underflow) if rotated else drawn or of[1:3] == pytest.approx(want[place][1:3])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minifloat.formats import ROWWISE, parse
+from minifloat.functional.quantize import values_of
 from minifloat.inspection import combine, measure, read
 from minifloat.quantizer import Quantizer
 
@@ -53,11 +54,9 @@ def test_scales_that_overflow_give_the_worst_ratio() -> None:
     assert read(torch.tensor([1.0, 4, 0, 0, 4, math.inf, 0])).snr == -math.inf
 
 
-def test_codes_of_groups_are_refused() -> None:
-    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
-    operand = Quantizer(parse("e4m3/1x32/e8m0")).cast(torch.ones(8, 64), offsets=offsets).any
-    with pytest.raises(ValueError, match="whole matrix"):
-        measure(torch.ones(8, 64), operand)
+def test_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="cast it by itself"):
+        measure(torch.ones(8, 64), values_of(torch.ones(8, 64)))
 
 
 def test_zeros_of_a_rotated_format_are_counted_after_the_rotation() -> None:

@@ -31,6 +31,7 @@ from minifloat.operand import Operand, Quantized
 from minifloat.ops.log import library
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
+from minifloat.tensor.rows import row_unit
 
 Inputs = tuple[Any, Quantized, Quantized]
 """X as fprop reads it, W, and this rank's X."""
@@ -164,8 +165,8 @@ class _Split(Exchange):
     """A linear that ranks share."""
 
     def _quantize_part(
-        self, x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None, scale: Tensor | None = None,
-        amaxes: Amaxes | None = None,
+        self, spec: Spec, x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None,
+        scale: Tensor | None = None, amaxes: Amaxes | None = None,
     ) -> Quantized:  # fmt: skip
         """Casts this rank's rows for a gather; delayed scaling records their own amax: ranks agree at the update."""
         assert self.shards is not None
@@ -173,6 +174,8 @@ class _Split(Exchange):
         part = prepare_shard(x, quantizer, self.shards, self.group, amaxes=amaxes, scale=scale)
         if delayed_call is not None:
             record(delayed_call, kind, part)
+        if spec.seen is not None and self.shards.aligned(row_unit(quantizer)):
+            spec.seen(kind, x, part)
         return part
 
 
@@ -238,7 +241,7 @@ class ColumnSequence(Column):
         part, w = given.x, source.operands(given.w)
         if part is None:
             assert x is not None
-            part = self._quantize_part(x, spec.x, "input", given.delayed, known.scale, known.amaxes)
+            part = self._quantize_part(spec, x, spec.x, "input", given.delayed, known.scale, known.amaxes)
             part = part if known.label is None else known.label(part)
         gathered = shared_whole(part) or self.gather(part, rowwise=True)
         if w is None:
@@ -248,7 +251,7 @@ class ColumnSequence(Column):
     def load_x(self, spec: Spec, x: Operand, scale: Tensor | None) -> Gathered:
         """The X of all ranks, whose gather begins."""
         if spec.again is not None:
-            x = self._quantize_part(x.codes, spec.again, "input", None, scale).along(COLUMNWISE)
+            x = self._quantize_part(spec, x.codes, spec.again, "input", None, scale).along(COLUMNWISE)
         rowwise = spec.along == ROWWISE
         return self.gather(one_orientation(x), rowwise=rowwise, columnwise=not rowwise)
 
@@ -285,7 +288,7 @@ class RowSequence(Row):
         if spec.override is not None:
             part = Quantized(values_of(dy), None)
         else:
-            part = self._quantize_part(dy, spec.dy, "grad_output", delayed_call)
+            part = self._quantize_part(spec, dy, spec.dy, "grad_output", delayed_call)
         return self.gather(part, rowwise=spec.options.needs_x, columnwise=spec.options.needs_w)
 
 

@@ -349,7 +349,7 @@ class ExpertParallel(Experts):
             return send_tokens(x, dispatch).then(
                 lambda received: cast_tokens(cast, received, dispatch.source, self.layout.offsets, delayed_call)
             )
-        rowwise, amax = RoleCasts([quantizer.with_usage(rowwise=True, columnwise=False)], cast.kinds, ""), None
+        rowwise, amax = cast.like(quantizer.with_usage(rowwise=True, columnwise=False), ""), None
         if form == "codes of tokens":
             (operands,) = rowwise([x], None)
         else:

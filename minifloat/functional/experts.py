@@ -242,6 +242,8 @@ def quantize_weight(cast: RoleCasts, weight: Tensor, delayed_call: DelayedCall |
 
 def casts_in_kernel(cast: RoleCasts) -> bool:
     """Whether a kernel that computes the values of groups can cast them."""
+    if cast.needs_values:
+        return False
     fmt = one_format(cast.quantizers[0])
     # With given scales no kernel writes columnwise codes in another order.
     given = fmt is not None and fmt.scale_rule == "given" and cast.prepared.columns_k_major

@@ -149,6 +149,9 @@ class RoleCasts:
     see :class:`~minifloat.casts.Casts`, in eager code.
     """
 
+    needs_values = False
+    """Whether these must get the values that they cast, and no kernel may compute and cast them at once."""
+
     def __init__(
         self, quantizers: Sequence[Quantizer], kinds: Sequence[str], gemm_ready_on: str, emit_bf16: tuple[int, ...] = ()
     ) -> None:
@@ -183,6 +186,10 @@ class RoleCasts:
         if delayed_call is not None:
             record_all(delayed_call, self.kinds, results)
         return results
+
+    def like(self, quantizer: Quantizer, gemm_ready_on: str) -> RoleCasts:
+        """Makes the cast of one tensor of the same kind."""
+        return RoleCasts([quantizer], self.kinds, gemm_ready_on)
 
     def of_groups(
         self, x: Tensor, offsets: Tensor, delayed_call: DelayedCall | None, scales: Tensor | None = None, **known: Any

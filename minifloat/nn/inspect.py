@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,8 @@ from minifloat.formats import ROWWISE
 from minifloat.functional.quantize import RoleCasts
 from minifloat.functional.spec import LinearCasts, Spec
 from minifloat.inspection import Losses, combine, measure, read
-from minifloat.operand import Quantized
-from minifloat.quantizer import as_matrix
+from minifloat.operand import Operand, Quantized
+from minifloat.quantizer import Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
 
 _ROLES = {"input": "X", "weight": "W", "grad_output": "dY"}
@@ -48,6 +49,8 @@ class NonFinite(NamedTuple):
 class _WatchedCasts(RoleCasts):
     """Makes the operands that the casts of a spec make, codes where those would leave values, and reports them."""
 
+    needs_values = True
+
     def __init__(self, casts: RoleCasts, device: str, spec: Spec) -> None:
         super().__init__(casts.quantizers, casts.kinds, device)
         self.made_by, self.spec = RoleCasts(casts.quantizers, casts.kinds, device), spec
@@ -60,6 +63,16 @@ class _WatchedCasts(RoleCasts):
                 self.spec.seen(kind, x, quantized)
         return made
 
+    def like(self, quantizer: Quantizer, gemm_ready_on: str) -> RoleCasts:
+        return _WatchedCasts(self.made_by.like(quantizer, gemm_ready_on), gemm_ready_on, self.spec)
+
+    def of_groups(self, x: Tensor, offsets: Tensor, *args: Any, **known: Any) -> Quantized:
+        made = self.made_by.of_groups(x, offsets, *args, **known)
+        if self.spec.seen is not None:
+            rows = known.get("rows")
+            self.spec.seen(self.kinds[0], x if rows is None else x.index_select(0, rows), made)
+        return made
+
 
 class Inspection:
     """Statistics of the operands of a model's linears in every ``every``-th step; made by :func:`inspect`."""
@@ -67,6 +80,12 @@ class Inspection:
     def __init__(self, model: nn.Module, every: int) -> None:
         if used.inspection is not None:
             raise RuntimeError("inspect: another inspection is open; close() it first")
+        for name, module in model.named_modules():
+            if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+                raise ValueError(
+                    f"inspect: {name or type(module).__name__} is compiled, and compiled code reports no casts; "
+                    "inspect the model that torch.compile was given, in steps of its own"
+                )
         self.every, self.step, self._active = every, -1, False
         self._names = {module: name for name, module in model.named_modules()}
         self._pending: list[tuple[int, int, Place, Tensor]] = []
@@ -111,8 +130,9 @@ class Inspection:
         if isinstance(x, QuantizedTensor) or x.is_meta or (kind != "grad_output" and recompute.recomputes()):
             return  # a recomputation casts once more what the forward cast
         for operand in made:
-            codes = operand is not None and operand.offsets is None and operand.codes.dtype == torch.uint8
-            if operand is None or not codes or (operand.format.symmetric and operand is not made.any):
+            if not isinstance(operand, Operand) or operand.codes.dtype != torch.uint8:
+                continue
+            if operand.format.symmetric and operand is not made.any:
                 continue
             orientation = "rowwise" if operand.dim == ROWWISE else "columnwise"
             place = Place(layer, _ROLES[kind], "both" if operand.format.symmetric else orientation)
@@ -204,6 +224,12 @@ class Inspection:
         self._hook.remove()
         self._fetch()
         self._names = {}
+        if not self._measured:
+            warnings.warn(
+                "inspect: no step has reported a cast: the model is compiled or captured, computes under no recipe, or "
+                "was not called in training mode",
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Inspection:
         return self
@@ -216,18 +242,20 @@ class Inspection:
 def inspect(model: nn.Module, every: Count = 100) -> Inspection:
     """Watches the casts of the linears in ``model``: what each operand of their GEMMs loses.
 
-    Linears alone and those in fused modules and in converted models, in eager code. A step is a forward of ``model``
-    itself in training mode with its backward; the first is inspected, then each ``every``-th. Outputs and gradients
-    keep their bits. Microbatches are steps, so that with gradient accumulation ``every`` counts those.
+    Linears alone, those in fused modules and in converted models, and those of experts, in eager code. A step is a
+    forward of ``model`` itself in training mode with its backward; the first is inspected, then each ``every``-th.
+    Outputs and gradients keep their bits. Microbatches are steps, so that with gradient accumulation ``every`` counts
+    those.
 
-    A model that is compiled or captured into a CUDA graph goes uninspected, as do layers that are added later, grouped
-    linears and experts, weights that are kept quantized, and inputs that sequence parallelism gathers. Of a sharded
-    weight each rank's own rows are seen: call this after ``fully_shard``.
+    A model that is compiled or captured into a CUDA graph goes uninspected, as do layers that are added later,
+    and weights that are kept quantized. A rank sees its own rows, of a sharded weight and of what sequence parallelism
+    gathers, where no block of them is another rank's: call this after ``fully_shard``.
 
     Returns:
         An :class:`Inspection`: a context manager, or to be ended with ``close()``.
 
     Raises:
         RuntimeError: another inspection is open.
+        ValueError: a module is compiled.
     """
     return Inspection(model, every)

@@ -318,7 +318,7 @@ def cast_together(
             for _ in range(rows.sharding.matrices)
         ]
         for rows, x, (part, repeat) in zip(owners, xs, all_made, strict=True):
-            if repeat is not None and rows.sharding.matrices == 1:  # no row of a block is another rank's
+            if repeat is not None:  # no row of a block is another rank's
                 used.inspection.see_rows(rows.layer, x, part)
     made = iter(all_made)
     casts = []

@@ -90,7 +90,7 @@ class Variant:
             changes |= fields
         if {"4over6", "no-rht"} <= set(options):
             changes["nvfp4_4over6"] = "all"  # the search is for what is not rotated
-        recipe = replace(recipe, **changes)
+        recipe = replace(recipe, **changes)  # type: ignore[type-var]  # all recipes are dataclasses
         if len(set(options)) < len(options):
             raise ValueError(f"--recipes: {name}: name each option once")
         return cls(recipe, frozenset(options))
