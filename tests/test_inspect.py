@@ -129,6 +129,7 @@ def test_steps_are_counted_and_written(tmp_path: Path) -> None:
     assert {line["layer"] for line in lines} == {"Linear 'head'"}
     found = {(line["role"], line["orientation"]) for line in lines}  # those alone that GEMMs read: there is no dgrad
     assert found == {("X", "rowwise"), ("X", "columnwise"), ("W", "rowwise"), ("dY", "columnwise")}
+    assert seen.lines(forget=True) == lines and not seen.lines() and not seen.rows()
 
 
 def test_a_weight_that_is_kept_for_microbatches_is_seen() -> None:

@@ -46,6 +46,15 @@ class NonFinite(NamedTuple):
     elements: int
 
 
+def own_file(folder: str | Path) -> Path:
+    """Names the file of this rank's lines in ``folder``."""
+    return Path(folder) / (f"inspect.rank{_rank()}.jsonl" if _rank() else "inspect.jsonl")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 class _WatchedCasts(RoleCasts):
     """Makes the operands that the casts of a spec make, codes where those would leave values, and reports them."""
 
@@ -142,14 +151,13 @@ class Inspection:
     def _fetch(self) -> None:
         """Brings what is measured to the host, in one copy for each device."""
         pending, self._pending = self._pending, []
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         for device in dict.fromkeys(each.device for *_, each in pending):
             own = [entry for entry in pending if entry[-1].device == device]
             values = torch.stack([each for *_, each in own]).cpu()
             for (step, order, place, _), sums in zip(own, values, strict=True):
                 self._add(step, place, sums)
                 if sums[-1] > 0:
-                    found = NonFinite(step, order, rank, place, int(sums[-1]))
+                    found = NonFinite(step, order, _rank(), place, int(sums[-1]))
                     self._first = found if self._first is None else min(self._first, found)
 
     def _add(self, step: int, place: Place, sums: Tensor) -> None:
@@ -185,20 +193,27 @@ class Inspection:
         ]
         return "\n".join(lines)
 
-    def write(self, folder: str | Path) -> Path:
-        """Writes one JSON line for each step and operand to ``inspect.jsonl``, or ``inspect.rank1.jsonl`` on rank 1.
+    def lines(self, forget: bool = False) -> list[dict[str, Any]]:
+        """Lists what :meth:`write` writes: a step, the names of a :class:`Place` and its ``Losses``, as JSON has them.
 
-        An SNR that is infinite is null, and so is that of an operand whose noise is.
+        An SNR that is infinite is None, and so is that of an operand whose noise is. With ``forget`` they are given
+        once, and neither :meth:`rows` nor a later call has them: a long run need not hold them.
         """
         self._fetch()
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        path = Path(folder) / (f"inspect.rank{rank}.jsonl" if rank else "inspect.jsonl")
+        lines = []
+        for (step, place), sums in self._measured.items():
+            of = read(sums)._asdict()
+            of["snr"] = of["snr"] if abs(of["snr"]) < torch.inf else None
+            lines.append({"step": step, **place._asdict(), **of})
+        if forget:
+            self._measured = {}
+        return lines
+
+    def write(self, folder: str | Path) -> Path:
+        """Writes :meth:`lines` as JSON to ``inspect.jsonl``, or ``inspect.rank1.jsonl`` on rank 1."""
+        path = own_file(folder)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            for (step, place), sums in self._measured.items():
-                of = read(sums)._asdict()
-                of["snr"] = of["snr"] if abs(of["snr"]) < torch.inf else None
-                file.write(json.dumps({"step": step, **place._asdict(), **of}) + "\n")
+        path.write_text("".join(json.dumps(line) + "\n" for line in self.lines()), encoding="utf-8")
         return path
 
     def reduce(self, group: ProcessGroup | None = None) -> None:
