@@ -1,4 +1,4 @@
-"""The report of what ``minifloat.inspect`` wrote."""
+"""The report of what ``minifloat.inspect`` wrote, and ``minifloat train --inspect``, which writes it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from minifloat.tools.inspected import add_scalars, heat_map, read_lines, write_report
+from minifloat.tools.train import loop
+from tests.helpers.micro_training import invoke, write_texts
 
 FINE = {"amax": 1.0, "underflow": 0.0, "saturation": 0.0, "snr": 30.0, "nonfinite": 0}
 BAD = {"snr": None, "nonfinite": 3}
@@ -84,3 +86,77 @@ def test_missing_parts_are_named(folder: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         heat_map(read_lines(folder))
+
+
+# ---- minifloat train --inspect ----
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> tuple[object, ...]:
+    (tmp_path / "texts").mkdir()
+    fixed = "--model micro --device cpu --batch-size 2 --accumulate 2 --recipe mxfp8"
+    return ("train", write_texts(tmp_path / "texts"), *fixed.split(), "--out", tmp_path / "out")
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "inspect" / "mxfp8" / "inspect.jsonl").read_text().splitlines()]
+
+
+def losses_of(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_inspected_and_goes_on(options: tuple[object, ...], tmp_path: Path) -> None:
+    """Steps have the numbers of metrics.jsonl; lines that a run left after its checkpoint are not there twice."""
+    out, page = tmp_path / "out", tmp_path / "out" / "inspect" / "mxfp8" / "inspect.html"
+    code, said = invoke(*options, "--against", "bf16", "--steps", 2, "--inspect", 2)
+    assert code == 0 and f"inspection: {page}" in said and page.exists(), said
+    assert [path.name for path in (out / "inspect").iterdir()] == ["mxfp8"]
+    first = lines_of(out)
+    with page.with_suffix(".jsonl").open("a") as file:
+        file.write(json.dumps(first[0] | {"step": 3}) + '\n{"step": 3')
+    code, said = invoke(*options, "--against", "bf16", "--steps", 5, "--inspect", 2, "--resume")
+    lines = lines_of(out)
+    assert code == 0 and lines[: len(first)] == first, said
+    assert [line["step"] for line in lines] == sorted(len(first) * [1, 3, 5])
+    assert {line["layer"].split(".")[-1] for line in lines} == {line["layer"].split(".")[-1] for line in first}
+    assert {line["role"] for line in lines} == {"X", "W", "dY"}
+    assert "of 3 inspected steps" in page.read_text()
+
+    plain = (*options[:-1], tmp_path / "plain")
+    assert invoke(*plain, "--steps", 2)[0] == 0 and invoke(*plain, "--steps", 5, "--resume")[0] == 0
+    assert losses_of(tmp_path / "plain") == losses_of(out)[:5]
+    assert invoke("inspect-report", page.parent, "--tensorboard", tmp_path / "events")[0] == 0
+    assert list((tmp_path / "events").glob("events*"))
+
+
+def test_a_run_that_fails_leaves_the_step(
+    options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = loop.train_step, [0]
+
+    def spoilt(model: Any, *arguments: Any) -> tuple[float, float]:
+        calls[0] += 1
+        if calls[0] == 2:
+            model.get_parameter("blocks.0.layernorm_mlp.fc2.weight").data[3, 5] = math.inf
+        return step(model, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", spoilt)
+    code, said = invoke(*options, "--steps", 4, "--inspect", 1)
+    assert code == 1 and "step 2 has loss" in said, said
+    assert {line["step"] for line in lines_of(tmp_path / "out")} == {1, 2}
+    page = (tmp_path / "out" / "inspect" / "mxfp8" / "inspect.html").read_text()
+    assert "First infinite or NaN elements: 1 in W of blocks.0.layernorm_mlp.fc2, step 2, rank 0." in page
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("--inspect 0", "'--inspect'"),
+        ("--inspect 5 --cuda-graph", "--cuda-graph replays them; leave one out"),
+        ("--inspect 5 --recipe bf16", "bf16 has none"),
+    ],
+)
+def test_what_cannot_be_inspected_is_refused(options: tuple[object, ...], more: str, reason: str) -> None:
+    code, said = invoke(*options, *more.split())
+    assert code == 2 and reason in " ".join(said.split()), said

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from minifloat.tools.cli.ranks import check_started
 from minifloat.tools.cli.train_job import check_experts
+from minifloat.tools.inspected import read_lines
 from minifloat.tools.train import loop
 from minifloat.tools.train.data import Batches
 from minifloat.tools.train.model import MODELS, ModelConfig
@@ -54,13 +56,20 @@ def interrupt_the_second_rank() -> None:
 
 def test_the_command_is_stopped_and_goes_on(options: tuple[object, ...], tmp_path: Path) -> None:
     out, more = tmp_path / "out", ("--recipe", "mxfp8", "--steps", 5)
-    with command(tmp_path / "a", 2, *options, *more, "--fsdp", "--out", out, hook=interrupt_the_second_rank) as stopped:
+    shared = (*options, *more, "--fsdp", "--out", out, "--inspect", 2)
+    with command(tmp_path / "a", 2, *shared, hook=interrupt_the_second_rank) as stopped:
         assert stopped.wait() == [128 + signal.SIGINT, 128 + signal.SIGTERM], stopped.said()
     told = stopped.said()[1]
     assert "mxfp8: stopped after step 3" in told and "continue with: torchrun --nproc-per-node 2 " in told
     assert "UserWarning" not in told, told
-    with command(tmp_path / "b", 2, *options, *more, "--fsdp", "--out", out, "--resume") as finished:
+    with command(tmp_path / "b", 2, *shared, "--resume") as finished:
         assert finished.wait() == [0, 0], finished.said()
+    inspected = [
+        Counter((line.step, line.place) for line in read_lines(out / "inspect" / "mxfp8") if line.rank == rank)
+        for rank in (0, 1)
+    ]
+    assert inspected[0] == inspected[1] and {step for step, _ in inspected[0]} == {1, 3, 5}
+    assert set(inspected[0].values()) == {1} and {place.role for _, place in inspected[0]} == {"X", "W", "dY"}
     assert finished.said()[0].count("mxfp8: validation loss") == 1 and not finished.said(1)[0]  # the first alone talks
     code, text = invoke(*options, *more, "--out", tmp_path / "alone")
     assert code == 0, text

@@ -74,6 +74,10 @@ def train(
     vocabulary: Annotated[int | None, typer.Option(help="of a token file; default: the tokenizer's")] = None,
     token_dtype: Annotated[str, typer.Option(help="of a .bin token file: uint16 or uint32")] = "uint16",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write TensorBoard's files too")] = False,
+    inspect: Annotated[
+        int | None,
+        typer.Option(min=1, help="steps from one whose casts are measured to the next; writes inspect.html"),
+    ] = None,
     fsdp: Annotated[
         bool, typer.Option("--fsdp", help="under torchrun: ranks shard the parameters (FSDP2) and share the batch")
     ] = False,
@@ -163,6 +167,7 @@ def train(
             start = decided_by_first(begin, ranks)
             job = jobs.Job(
                 names, sizes, config, corpus, chosen, folder, save_every, keep, start, tensorboard, ranks, cuda_graph,
+                inspect,
             )  # fmt: skip
         if ranks.first:
             typer.echo(f"{sizes.parameters:,} parameters, on {device_name(chosen)}; text: {corpus.source}")

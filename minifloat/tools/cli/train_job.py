@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -15,8 +16,11 @@ from typing import Any
 
 import torch
 import typer
+from torch import nn
 
+from minifloat.nn.inspect import inspect, own_file
 from minifloat.recipe import DelayedScaling, Recipe, named
+from minifloat.tools import inspected
 from minifloat.tools.cli import device_name, user_errors
 from minifloat.tools.cli.names import BF16, MAX_GAP, MAX_GAP_4BIT
 from minifloat.tools.cli.output import Observer, observers
@@ -28,7 +32,7 @@ from minifloat.tools.train.checkpoint import TOKENIZER
 from minifloat.tools.train.checkpoint_writer import Checkpoints, SaveError
 from minifloat.tools.train.hf import HuggingFace
 from minifloat.tools.train.interrupt import signals_noted
-from minifloat.tools.train.loop import Interrupted, Run, TrainConfig, peak_of_process
+from minifloat.tools.train.loop import Interrupted, Metrics, Run, TrainConfig, peak_of_process
 from minifloat.tools.train.loop import train as train_model
 from minifloat.tools.train.model import MODELS, ModelConfig
 from minifloat.tools.train.ranks import ALONE, Ranks
@@ -50,8 +54,13 @@ class Job:
     tensorboard: bool = False
     ranks: Ranks = ALONE
     cuda_graph: bool = False
+    inspect: int | None = None  # steps from one that is inspected to the next
 
     def __post_init__(self) -> None:
+        if self.inspect is not None and self.cuda_graph:
+            raise ValueError("--inspect sees the casts of eager steps, and --cuda-graph replays them; leave one out")
+        if self.inspect is not None and not any(map(recipe_of, self.names)):
+            raise ValueError(f"--inspect sees casts, and {BF16} has none; choose another --recipe, or leave it out")
         if self.cuda_graph:
             check_capture(self.device, self.ranks)
         if self.config.fp32_wgrad and not self.ranks.alone:
@@ -156,14 +165,51 @@ def execute(job: Job, stop: Callable[[], object] = lambda: False) -> list[Run]:
             job.ranks.set_timeout(PATIENCE)  # until its first step is done, which compiles
             with user_errors():
                 model = job.model.make(recipe_of(name), job.config.seed, job.ranks)
-            runs.append(
-                train_model(
-                    name, model, job.model.context, job.corpus, job.config, job.device, observer(name),
+            with inspecting(job, name, model, observer(name)) as observe:
+                run = train_model(
+                    name, model, job.model.context, job.corpus, job.config, job.device, observe,
                     checkpoints=job.checkpoints(name), weights=job.start.weights.get(name), stop=stop, ranks=job.ranks,
                     cuda_graph=job.cuda_graph,
-                )
-            )  # fmt: skip
+                )  # fmt: skip
+            runs.append(run)
     return runs
+
+
+@contextmanager
+def inspecting(job: Job, name: str, model: nn.Module, observe: Observer) -> Iterator[Observer]:
+    """Adds `--inspect` to an observer: what a step's casts lost goes to a file, and is drawn at the run's end.
+
+    Each rank has a file, of what it cast. The lines of steps before those that this command does stay. Of a step with
+    several micro-batches the first is inspected.
+    """
+    if job.inspect is None or recipe_of(name) is None:
+        yield observe
+        return
+    folder, parts = job.out / "inspect" / name, job.config.accumulate
+    step = job.start.continued[name].step if name in job.start.continued else 0
+    if job.ranks.first:
+        inspected.keep(folder, step)
+    with inspect(model, job.inspect * parts) as seen:
+        seen.step = step * parts - 1
+
+        def write(last: int) -> None:
+            lines = [line | {"step": line["step"] // parts + 1} for line in seen.lines(forget=True)]
+            if lines := [line for line in lines if line["step"] <= last]:
+                with own_file(folder).open("a") as file:
+                    file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+        def observe_too(metrics: Metrics) -> None:
+            nonlocal step
+            observe(metrics)
+            step = max(step, metrics.step)
+            write(step)
+
+        try:
+            yield observe_too
+        finally:
+            write(step + 1)  # one that has failed
+            if job.ranks.first and inspected.files(folder):
+                typer.echo(f"inspection: {inspected.write_report(folder)}")
 
 
 def unobserved(name: str) -> Observer:
