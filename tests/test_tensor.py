@@ -474,7 +474,7 @@ def test_quantize_in_place_with_agreed_amaxes() -> None:
 def test_data_that_is_rounded_warns() -> None:
     """Assigned values, and sums that were written through ``data``; codes that are copied are not rounded."""
     p = nn.Parameter(make("mxfp8"))
-    message = r"^a QuantizedTensor of shape \(130, 70\) in e4m3/1x32/e8m0 rounds what is assigned to its data, .*revert"
+    message = r"^a QuantizedTensor of shape \(130, 70\) in e4m3/1x32/e8m0 rounds what is assigned to its data: "
     with pytest.warns(UserWarning, match=message) as warned:
         p.data = torch.ones(130, 70).bfloat16()
     assert warned[0].filename == __file__
@@ -496,6 +496,31 @@ def test_data_that_is_rounded_warns() -> None:
         p.data = quantize(torch.ones(130, 70).bfloat16(), p.quantizer)
         p.data.mul_(2)
         nn.Parameter(make("identity")).data = torch.ones(130, 70).bfloat16()
+
+
+def test_frozen_data_is_not_rounded() -> None:
+    """Nothing changes before the error; in-place operations that are asked for by name write as before."""
+    t = nn.Parameter(make("mxfp8"), requires_grad=False)
+    t.owner, before = "Linear 'up'", t.dequantize()  # type: ignore[attr-defined]
+    message = r"^Linear 'up': its weight of shape \(130, 70\) .* is frozen.*revert\(model\).*bfloat16.*quantize_weights"
+    with pytest.raises(ValueError, match=message):
+        t.data = before + 1
+    with pytest.raises(ValueError, match=message):
+        t.data += 1
+    with pytest.raises(ValueError, match=message):
+        t.data -= 1
+    values = t.data.clone()
+    values += 1
+    with pytest.raises(ValueError, match=message):
+        t.data = values
+    assert torch.equal(t.dequantize(), before)
+    t.data = t.data
+    t.data.mul_(2)
+    assert torch.equal(t.dequantize(), 2 * before)
+    t -= 1
+    assert torch.equal(t.data.dequantize(), quantize(2 * before - 1, t.quantizer).dequantize())  # type: ignore[attr-defined]
+    plain = nn.Parameter(make("identity"), requires_grad=False)
+    plain.data += 1
 
 
 def test_delayed_scale_is_the_one_of_now() -> None:

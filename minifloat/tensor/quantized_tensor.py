@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ _INNER = tuple(f"{slot}_{name}" for slot in operand_ops.SLOTS for name in operan
 _SHARED = ("quantizer", "cover")  # what copies refer to as well
 _FIELDS = frozenset(
     {"_operands", "_outside", "_wholes", "_group", "_initial", "scale", "source_version", "gatherer", "owner"}
-    | {*_SHARED, "made_by", "source", "first", "whole", "_loaded_amaxes"}  # of graphs and of subclasses
+    | {*_SHARED, "made_by", "_frozen", "source", "first", "whole", "_loaded_amaxes"}  # of graphs and of subclasses
 )
 
 
@@ -89,6 +89,7 @@ class QuantizedTensor(CodedTensor):
     """
 
     made_by = ""  # in a graph that is being traced: the layer whose output it is
+    _frozen = False  # the data of a tensor that takes no gradient
 
     @staticmethod
     def from_operands(
@@ -179,13 +180,16 @@ class QuantizedTensor(CodedTensor):
         """Tensor without its graph. Values that are assigned are quantized into its memory, not shared with it.
 
         Warns:
-            UserWarning: that rounds them, as where ``data += update`` merges an adapter.
+            UserWarning: that rounds them.
 
         Raises:
             TypeError: they are no floating-point tensor.
-            ValueError: they have another shape, or are on another device.
+            ValueError: they have another shape, are on another device, or would be rounded, also as in
+                ``data += update``, while this takes no gradient: so adapters are merged into a frozen weight.
         """
         alone: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        if not self.requires_grad and self._operands.any.format.quantized:
+            alone._frozen, alone.owner = True, self.owner  # type: ignore[attr-defined]
         return alone
 
     @data.setter
@@ -198,13 +202,33 @@ class QuantizedTensor(CodedTensor):
                 "module.to(device), which moves codes and scales"
             )
         exact = isinstance(values, QuantizedTensor) and self._same_form(values) and not version_of(values)
+        rounds = self._operands.any.format.quantized and not exact
+        if rounds and not self.requires_grad:
+            self._refuse_to_merge()
         self.quantize_(values)
-        if self._operands.any.format.quantized and not exact:
+        if rounds:
             warnings.warn(
-                f"{self._whose} rounds what is assigned to its data, and of what a merged adapter adds all below half "
-                "a step is lost; call minifloat.convert.revert(model) before merge_and_unload() to merge in full",
+                f"{self._whose} rounds what is assigned to its data: of a small change all below half a step is lost",
                 stacklevel=2,
             )
+
+    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[misc]
+        if self._frozen:
+            self._refuse_to_merge()
+        return self.add_(other)
+
+    def __isub__(self, other: Any) -> Tensor:  # type: ignore[misc]
+        if self._frozen:
+            self._refuse_to_merge()
+        return self.sub_(other)
+
+    def _refuse_to_merge(self) -> NoReturn:
+        raise ValueError(
+            f"{self._whose} is frozen, and an adapter that is merged into its data loses all below half a step. Choose "
+            "the precision of the result: minifloat.convert.revert(model) before merge_and_unload() merges in "
+            f"{str(self.dtype).removeprefix('torch.')}, convert(..., quantize_weights=True) after that casts the sum; "
+            "weight.quantize_(values) rounds at once"
+        )
 
     def __setitem__(self, index: Any, value: Any) -> None:
         values = self.dequantize()

@@ -156,46 +156,32 @@ def test_lora_over_a_quantized_base(recipe: str) -> None:
     assert nbytes(models[0].get_base_model().model.layers.buffers()) == histories
 
     layer = models[0].get_base_model().model.layers[0].mlp.up_proj
-    values = layer.base_layer.weight.dequantize()
-    values += layer.get_delta_weight("default").detach()
-    with pytest.warns(UserWarning, match=ROUNDED) as warned:  # merging writes the sums into the codes
-        models[0].merge_and_unload(safe_merge=recipe == "block")
-    assert names_in(warned) == PROJECTIONS
-    merged = models[0].get_base_model().model.layers[0].mlp.up_proj.weight
-    if recipe != "delayed":
-        assert torch.equal(merged.dequantize(), quantize(values, merged.quantizer).dequantize())
-
-
-ROUNDED = r"Linear '.*_proj': its weight of shape .* in .* rounds what .*revert\(model\) before merge_and_unload"
-PROJECTIONS = {f"model.layers.0.self_attn.{each}_proj" for each in "qkvo"}
-PROJECTIONS |= {f"model.layers.0.mlp.{each}_proj" for each in ("gate", "up", "down")}
-
-
-def names_in(warned: Any) -> set[str]:
-    """The layers that warnings of rounding name; those of others are no matter."""
-    return {name for each in warned if (name := str(each.message).partition("'")[2].partition("'")[0]) in PROJECTIONS}
+    values = layer.base_layer.weight.dequantize() + layer.get_delta_weight("default").detach()
+    revert(models[0])
+    merged = models[0].merge_and_unload(safe_merge=recipe == "block")
+    weight = merged.model.layers[0].mlp.up_proj.weight
+    assert type(weight) is nn.Parameter and torch.equal(weight, values)
+    convert_blocks(merged, recipe, quantize_weights=True)
+    weight = merged.model.layers[0].mlp.up_proj.weight
+    assert recipe == "delayed" or torch.equal(weight.dequantize(), quantize(values, weight.quantizer).dequantize())
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("safe", [False, True])
-def test_a_merge_that_rounds_warns(safe: bool, options: dict[str, Any]) -> None:
-    """Of each layer; after ``revert`` nothing is rounded, and nobody is warned."""
-
-    def adapted() -> Any:
-        base = llama()
-        convert_blocks(base, "nvfp4", quantize_weights=True)
-        model = add_lora(base, **options)
-        train(model, 1)
-        return model
-
-    model = adapted()
-    with pytest.warns(UserWarning, match=ROUNDED) as warned:
-        model.merge_adapter(safe_merge=safe)
-    assert names_in(warned) == PROJECTIONS
-    with pytest.warns(UserWarning, match=ROUNDED) as warned:
-        model.unmerge_adapter()
-    assert names_in(warned) == PROJECTIONS
-    model = adapted()
+def test_a_merge_asks_for_the_precision_of_the_result(safe: bool, options: dict[str, Any]) -> None:
+    """Before anything changes; after ``revert`` nothing is rounded, and nobody is warned."""
+    model = llama()
+    convert_blocks(model, "nvfp4", quantize_weights=True)
+    model = add_lora(model, **options)
+    train(model, 1)
+    y = logits(model)
+    refused = (
+        r"Linear 'model.layers.0.self_attn.q_proj': its weight of shape \(32, 32\) in .* is frozen.*revert\(model\)"
+    )
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=refused):
+            merge(safe_merge=safe)
+        assert torch.equal(logits(model), y)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         revert(model)
