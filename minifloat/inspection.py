@@ -71,7 +71,7 @@ def measure(x: Tensor, operand: Operand) -> Tensor:
 
 
 def _elements(values: Tensor, operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
-    """What was cast, after a rotation; the magnitudes of its codes; and how many there are."""
+    """Returns the values that were cast, after a rotation, the magnitudes of their codes, and how many there are."""
     fmt, scale_inv = operand.format, operand.scale_inv
     if operand.offsets is None:
         before = reference.rotated(values, fmt, operand.dim)

@@ -67,7 +67,7 @@ NAMES: dict[str, str] = {
         "shared_gate interleaved enabled calibrating tile preserve_high_precision_init_val check strict only_rank0 "
         "from_rank0 rowwise columnwise gemm_ready reduce_amax amax_per_row disable_rht "
         "disable_stochastic_rounding disable_2d_quantization row_scaled_activation fast_accum recast "
-        "enable_2d_quantization use_f32_scales use_power_2_scales scales_agree use_reentrant "
+        "enable_2d_quantization enable_rht use_f32_scales use_power_2_scales scales_agree use_reentrant "
         "use_split_accumulator power_2_scale random_hadamard_transform stochastic_rounding "
         "fp4_2d_quantization accumulate score_before_top_k normalize_top_k allow_unused_input cache_quantized_params"
     ),

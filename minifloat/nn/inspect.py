@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -196,14 +197,13 @@ class Inspection:
     def lines(self, forget: bool = False) -> list[dict[str, Any]]:
         """Lists what :meth:`write` writes: a step, the names of a :class:`Place` and its ``Losses``, as JSON has them.
 
-        An SNR that is infinite is None, and so is that of an operand whose noise is. With ``forget`` they are given
-        once, and neither :meth:`rows` nor a later call has them: a long run need not hold them.
+        Numbers that are infinite or NaN are None. With ``forget`` they are given once, and neither :meth:`rows` nor a
+        later call has them: a long run need not hold them.
         """
         self._fetch()
         lines = []
         for (step, place), sums in self._measured.items():
-            of = read(sums)._asdict()
-            of["snr"] = of["snr"] if abs(of["snr"]) < torch.inf else None
+            of = {name: value if math.isfinite(value) else None for name, value in read(sums)._asdict().items()}
             lines.append({"step": step, **place._asdict(), **of})
         if forget:
             self._measured = {}
@@ -239,7 +239,7 @@ class Inspection:
         self._hook.remove()
         self._fetch()
         self._names = {}
-        if not self._measured:
+        if not self._order:
             warnings.warn(
                 "inspect: no step has reported a cast: the model is compiled or captured, computes under no recipe, or "
                 "was not called in training mode",

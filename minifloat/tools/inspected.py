@@ -45,9 +45,9 @@ def read_lines(folder: Path) -> list[Line]:
             if each["snr"] is None:
                 each["snr"] = -math.inf if each["nonfinite"] else math.inf
             place = Place(*(each[name] for name in Place._fields))
-            losses = Losses(*(each[name] for name in Losses._fields))
+            numbers: Any = (math.nan if each[name] is None else each[name] for name in Losses._fields)
             casts[step := each["step"]] += 1
-            lines.append(((step, casts[step], rank), Line(step, rank, place, losses)))
+            lines.append(((step, casts[step], rank), Line(step, rank, place, Losses(*numbers))))
     if not lines:
         raise ValueError(
             f"{folder} has no lines in inspect.jsonl; they come from Inspection.write, or minifloat train --inspect"
@@ -74,15 +74,19 @@ def keep(folder: Path, last: int) -> None:
 
 
 def worst(lines: Sequence[Line], key: Callable[[Line], K]) -> dict[K, Losses]:
-    """Puts the worst numbers of the lines of each key together."""
+    """Puts the worst numbers of the lines of each key together, of shares those that were counted."""
     groups: dict[K, list[Losses]] = {}
     for line in lines:
         groups.setdefault(key(line), []).append(line.losses)
-    ways: tuple[Any, ...] = max, max, max, min, sum  # of the fields of Losses
+    ways: tuple[Any, ...] = max, _largest, _largest, min, sum  # of the fields of Losses
     return {
         of: Losses(*(way(each) for way, each in zip(ways, zip(*group, strict=True), strict=True)))
         for of, group in groups.items()
     }
+
+
+def _largest(shares: Sequence[float]) -> float:
+    return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
 
 def heat_map(lines: Sequence[Line]) -> Figure:
