@@ -50,11 +50,11 @@ used = _Used()
 
 
 class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Engine taught
-    """Gives a recipe to the modules inside that have none of their own.
+    """Sets the recipe of modules called inside that have no recipe of their own.
 
-    On leaving the outermost context, the delayed scaling state of every module that ran forward with gradients inside
-    is updated, with one all-reduce a group; an exception leaves it as it was. A context may be entered again after it
-    was left, not nested into itself.
+    The exit of the outermost context updates the delayed scaling state of every module that ran forward with gradients
+    inside, with one all-reduce a group; after an exception the state is unchanged. A context may be entered again after
+    its exit, but not inside of itself.
 
     Args:
         enabled: False leaves those modules in high precision.
@@ -225,7 +225,7 @@ def is_batch_invariant() -> bool:
 
 
 def get_default_recipe() -> Recipe:
-    """Chooses MXFP8 where tensor cores multiply it (sm_100), current scaling from sm_120 on, else delayed scaling."""
+    """Returns MXFP8 where tensor cores multiply it (sm_100), current scaling from sm_120 on, else delayed scaling."""
     if torch.cuda.is_available() and torch.version.cuda is not None:
         major, _ = torch.cuda.get_device_capability()
         if major >= 12:

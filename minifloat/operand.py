@@ -15,7 +15,7 @@ _NAMES = {ROWWISE: "rowwise", COLUMNWISE: "columnwise"}
 
 
 class Operand(NamedTuple):
-    """One orientation of a quantized [M, K] matrix, or of groups of its rows that are each quantized alone.
+    """One orientation of a quantized [M, K] matrix, or of groups of its rows, each quantized separately.
 
     Args:
         codes: uint8 in the [M, K] layout, two a byte along ``dim`` for 4-bit elements; the values themselves, in their
@@ -83,7 +83,7 @@ class Operand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """Up to two operands of the same matrix, which may differ in format. A symmetric one fills both places."""
+    """Pair of operands of one matrix, which may differ in format. One may be None; a symmetric one serves as both."""
 
     rowwise: Operand | None
     columnwise: Operand | None

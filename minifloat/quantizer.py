@@ -31,7 +31,7 @@ ColumnwiseSource = Literal["original", "rowwise_dequantized"]
 @checked
 @dataclass(frozen=True)
 class Quantizer:
-    """Formats by orientation. The two differ in hybrid recipes and where NVFP4 rotates its columnwise copy.
+    """Format of each orientation. The two differ in hybrid recipes and if NVFP4 rotates its columnwise operand.
 
     Args:
         row_format: format of the rowwise operand.

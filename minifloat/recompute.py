@@ -121,13 +121,13 @@ _lock = threading.Lock()
 
 @checked
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """Calls ``function(*args, **kwargs)``, whose activations backward computes again instead of keeping them.
+    """Calls ``function(*args, **kwargs)`` without saving its activations, which backward recomputes.
 
-    As ``torch.utils.checkpoint.checkpoint``, whose other options it takes, and exact under every recipe: the
-    recomputation runs under the ``autocast`` of the forward, reads the forward's delayed scales and records no amax
-    twice. Stochastic rounding draws the same bits unless ``preserve_rng_state=False``. Compiled code, around or inside,
-    is exact under every recipe but delayed scaling, whose layers raise under ``fullgraph=True`` and else run
-    uncompiled, with a warning.
+    Like ``torch.utils.checkpoint.checkpoint``, with its other options, but exact under every recipe: the recomputation
+    runs under the ``autocast`` of the forward, reads the forward's delayed scales and records no amax twice. Stochastic
+    rounding draws the same bits unless ``preserve_rng_state=False``. Compiled code, around or inside, is exact under
+    every recipe but delayed scaling, whose layers raise under ``fullgraph=True`` and else run uncompiled, with a
+    warning.
 
     Raises:
         ValueError: ``use_reentrant=True``, or a ``context_fn``, of which there can be one.

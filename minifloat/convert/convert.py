@@ -98,14 +98,14 @@ def convert(
 ) -> ConversionReport:
     """Turns the linears of any model into :class:`minifloat.Linear`, in place.
 
-    Each converted module stays the same object and changes its class: parameters, hooks, names, references and an
-    optimizer that was made before stay. Delayed scaling adds its histories to state dicts, which a checkpoint may lack.
-    :func:`minifloat.convert.revert` undoes it all. A model that was converted before is reverted first; a layer that
-    gets the recipe that it had keeps its histories.
+    Each converted module stays the same object and changes its class, so parameters, hooks, names, references and
+    existing optimizers stay valid. Delayed scaling adds its histories to state dicts, which a checkpoint may lack.
+    :func:`minifloat.convert.revert` undoes the conversion. A converted model is reverted first; a layer that gets the
+    same recipe again keeps its histories.
 
-    Converted are ``nn.Linear`` itself, Hugging Face's ``Conv1D``, and experts that transformers 5 keeps as one
-    ``gate_up_proj`` and one ``down_proj``, each of which runs as a :class:`minifloat.GroupedLinear`; a linear of this
-    library gets the recipe, unless that is None or its own is ``"none"``. The report says why others stay as they are.
+    It converts ``nn.Linear`` itself, Hugging Face's ``Conv1D``, and experts that transformers 5 keeps as one
+    ``gate_up_proj`` and one ``down_proj``, each of which runs as a :class:`minifloat.GroupedLinear`. A linear of this
+    library gets the recipe, unless that is None or its own is ``"none"``. The report says why others are skipped.
 
     Args:
         model: any module.
@@ -191,10 +191,10 @@ def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterI
 
 @checked
 def revert(model: nn.Module) -> None:
-    """Makes every module of ``model`` what it was before :func:`convert`: class, attributes and submodules.
+    """Restores every module of ``model`` to its state before :func:`convert`: class, attributes and submodules.
 
-    Parameters stay what they are, with what training made of them; those that ``quantize_weights`` made are replaced by
-    their values in high precision. Without a conversion it does nothing.
+    Parameters keep their trained values; quantized parameters of ``quantize_weights`` are replaced by their values in
+    high precision. Without a conversion it does nothing.
 
     Raises:
         ValueError: something else has changed the class of a converted module since, as ``fully_shard`` does.

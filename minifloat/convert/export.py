@@ -49,10 +49,10 @@ def export(
 ) -> ExportedProgram:
     """Exports with ``torch.export`` for inference: the program holds codes and scales of weights as plain tensors.
 
-    It gives what the model gives in ``eval()`` under its recipes, bit for bit, and casts activations alone. Buffers
-    ``layer.weight_codes``, ``layer.weight_scale_inv`` and for NVFP4 ``layer.weight_amax`` stand for a parameter
-    ``layer.weight`` that is multiplied quantized; delayed scales are those of now. The model is not changed, and what
-    becomes of it later does not reach the program.
+    The program gives the outputs of the model in ``eval()`` under its recipes, bit for bit, and casts activations
+    alone. Buffers ``layer.weight_codes``, ``layer.weight_scale_inv`` and for NVFP4 ``layer.weight_amax`` replace a
+    parameter ``layer.weight`` that is multiplied quantized; delayed scales keep their current values. The model is not
+    changed, and later changes of it do not reach the program.
 
     Args:
         model: any module in which layers of minifloat are, in ``eval()`` mode. Layers without a recipe of their own

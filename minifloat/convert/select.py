@@ -159,12 +159,12 @@ def other_matrices(model: Iterable[Named]) -> Iterator[tuple[Named, str]]:
 
 
 class DefaultFilter:
-    """Default ``filter_fn`` of :func:`minifloat.convert`: leaves alone what low precision slows down or hurts.
+    """Default ``filter_fn`` of :func:`minifloat.convert`: skips linears that low precision slows down or hurts.
 
-    That is what stands before the model's first stack of blocks or after its last one (a stack is an ``nn.ModuleList``,
+    It skips linears before the model's first stack of blocks and after its last one (a stack is an ``nn.ModuleList``,
     ``nn.Sequential`` or ``nn.ModuleDict`` with two or more modules of one class with linears inside; in a model without
-    stacks the first and the last linear), small linears, whose cast costs more than the faster product saves, and those
-    whose weight belongs to a module of another kind too, such as an embedding.
+    stacks, the first and the last linear), small linears, whose cast costs more than the faster product saves, and
+    linears that share their weight with a module of another kind, such as an embedding.
 
     Args:
         model: the model that will be converted.

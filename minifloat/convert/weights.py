@@ -150,9 +150,9 @@ _BYTES = (torch.uint8, torch.int8, torch.float8_e8m0fnu)
 
 @checked
 def load_mxfp4(layer: Linear | GroupedLinear, blocks: Tensor, scales: Tensor) -> None:
-    """Writes a weight of a checkpoint to that of ``layer``, whose rowwise codes and scales are those bytes then.
+    """Copies the codes and scales of an MXFP4 checkpoint, bit for bit, to the rowwise operand of ``layer.weight``.
 
-    The columnwise operand, which dgrad reads, is cast from the values that they stand for.
+    The columnwise operand, which dgrad reads, is cast from the dequantized values.
 
     Args:
         layer: its weight is kept in MXFP4, as inside of ``quantized_model_init(recipe="w4a8")``; not split over ranks.
@@ -181,7 +181,7 @@ def load_mxfp4(layer: Linear | GroupedLinear, blocks: Tensor, scales: Tensor) ->
 
 @checked
 def save_mxfp4(layer: Linear | GroupedLinear, layout: Layout = "gpt-oss") -> tuple[Tensor, Tensor]:
-    """Returns codes and scales of the rowwise operand of an MXFP4 weight, as :func:`load_mxfp4` takes them.
+    """Returns codes and scales of the rowwise operand of an MXFP4 weight, in the layout of :func:`load_mxfp4`.
 
     Args:
         layout: ``"gpt-oss"``, uint8 [N, K / 32, 16] and uint8 [N, K / 32], or ``"deepseek"``, int8 [N, K / 2] and

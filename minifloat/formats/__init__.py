@@ -35,7 +35,7 @@ Rounding = Literal["nearest", "stochastic", "four_over_six_mae", "four_over_six_
 @checked
 @dataclass(frozen=True, eq=False)
 class Format(FormatFacts):
-    """Number format: an element, blocks, a scale rule and what else a kernel needs to know.
+    """Number format: an element, a block shape, a scale rule, a transform and a rounding.
 
     Args:
         element: a name in ``ELEMENTS``: ``"e4m3"``, ``"e5m2"``, ``"e2m1"``, or ``"identity"`` for values left as they

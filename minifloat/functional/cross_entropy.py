@@ -32,13 +32,13 @@ def cross_entropy(
     tp_group: Group | dist.ProcessGroup | DeviceMesh | None = None,
     classes: Size | None = None,
 ) -> Tensor:
-    """Computes ``F.cross_entropy`` of class indices, with fp32 numbers for ``chunk_rows`` rows at a time.
+    """Computes ``F.cross_entropy`` of class indices in fp32, in chunks of ``chunk_rows`` rows.
 
-    Between forward and backward it keeps the logits as they came and one fp32 number a row; backward computes the
-    softmax again and rounds the gradient once. With ``tp_group`` each rank gives the logits of its own classes
-    (``vocabulary_shards``) for the same rows and targets, and gets the loss of all and its own logits' gradient: ranks
-    all-gather two fp32 numbers a row, three with label smoothing, and compute the same bits, in rank order, which
-    differ from the unsharded loss by the order of fp32 sums only. Backward communicates nothing.
+    It saves the logits in their dtype and one fp32 number a row for backward, which recomputes the softmax and rounds
+    the gradient once. With ``tp_group`` each rank gives the logits of its own classes (``vocabulary_shards``) for the
+    same rows and targets, and gets the loss over all classes and the gradient of its own logits: ranks all-gather two
+    fp32 numbers a row, three with label smoothing, and compute the same bits, in rank order; only the order of fp32
+    sums differs from the unsharded loss. Backward communicates nothing.
 
     Args:
         logits: [..., V], any float dtype.
@@ -157,12 +157,13 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     rows_per_rank: Sequence[Count] | None = None,
 ) -> Tensor:
-    """Computes ``cross_entropy`` of ``hidden @ weight.t() + bias``, with logits for ``chunk_rows`` rows at a time.
+    """Computes ``cross_entropy`` of ``hidden @ weight.t() + bias``, in chunks of ``chunk_rows`` rows of logits.
 
-    Gradients are computed in the forward, while the logits of a chunk are there: that of ``hidden`` is kept in its
-    dtype, those of weight and bias are summed in fp32. Products have the dtype of ``hidden``, or of ``torch.autocast``,
-    and are not quantized. With ``tp_group`` each rank gives its own rows of the head and gets their gradients; that of
-    ``hidden`` is a sum over ranks of products that each was rounded to its dtype. Backward communicates nothing.
+    The forward computes gradients too, while it has the logits of a chunk: the gradient of ``hidden`` is kept in its
+    dtype, gradients of weight and bias are summed in fp32. Products have the dtype of ``hidden``, or of
+    ``torch.autocast``, and are not quantized. With ``tp_group`` each rank gives its own rows of the head and gets their
+    gradients; the gradient of ``hidden`` is a sum over ranks of products that were rounded to its dtype. Backward
+    communicates nothing.
 
     =================  ======================  ================================
     on one of p ranks  replicated              sequence parallel

@@ -27,7 +27,7 @@ def apply_rotary_pos_emb(
     *,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Turns the first ``r`` channels of each head by the angles of its position; the rest stay as they are.
+    """Rotates the first ``r`` channels of each head by the angles of its position; the other channels do not change.
 
     The pair (a, b) becomes (a cos - b sin, a sin + b cos), computed in fp32 and returned in the dtype of ``t``.
 

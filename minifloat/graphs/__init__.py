@@ -50,11 +50,11 @@ def make_graphed_callables(
     pool: tuple[int, int] | None = None,
     _order: Sequence[int] | None = None,
 ) -> Any:
-    """Captures forward and backward of modules as CUDA graphs, whose replays give the bits of the modules themselves.
+    """Captures forward and backward of modules as CUDA graphs, whose replays give the bits of eager calls.
 
-    ``torch.cuda.make_graphed_callables`` that knows recipes: see docs/layers.md, "CUDA graphs". A module's ``forward``
-    is replaced by its graphs; calls in another mode (``eval()``, ``torch.no_grad()``) than now run as before. Outputs
-    and the gradients of inputs are in memory that the next call overwrites. Captures leave all state as it was.
+    Like ``torch.cuda.make_graphed_callables``, with recipes: see docs/layers.md, "CUDA graphs". Graphs replace the
+    module's ``forward``; calls in another mode (``eval()``, ``torch.no_grad()``) than at the capture run eagerly. The
+    next call overwrites the outputs and the gradients of inputs. Captures change no state.
 
     Args:
         modules: on a CUDA device; several in the order in which a step runs them.

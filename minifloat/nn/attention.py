@@ -124,9 +124,9 @@ _TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 class DotProductAttention(nn.Module):
     """Attention, softmax(q k^T scale) v, with masks, sliding windows, softcap, dropout and packed sequences.
 
-    It has no parameters, and runs on PyTorch's SDPA or FlexAttention: ``print`` shows which, and why. Whatever a query
-    may not attend to has no influence on it and gets no gradient from it, unless it is NaN or infinite. A query that
-    may attend to nothing gives 0.
+    It has no parameters, and runs on PyTorch's SDPA or FlexAttention: ``print`` shows which, and why. A masked key has
+    no influence on a query and gets no gradient from it, unless it is NaN or infinite. A query whose keys are all
+    masked gives 0.
 
     Args:
         num_attention_heads: heads of the queries.

@@ -33,16 +33,16 @@ _TOGETHER = 8
 @checked
 @contextmanager
 def cast_weights(model: nn.Module) -> Iterator[None]:
-    """Casts the weights of the linears of ``model`` on entry, together; inside they take these, to the same bits.
+    """Casts the weights of the linears of ``model`` together, on entry; calls inside use these casts, with equal bits.
 
-    It is for the forwards and backwards of one step, with several microbatches or one, and goes inside of ``autocast``
-    where that gives the recipe. Two launches for each eight weights take the place of two for each one. Codes and
-    scales are kept until the context is left: under FP8 2 bytes for each element of a weight.
+    Use it around the forwards and backwards of one step, with one or several microbatches, and inside of the
+    ``autocast`` that sets the recipe. It takes two launches for each eight weights instead of two for each. Codes and
+    scales are kept until exit: under FP8 2 bytes for each element of a weight.
 
-    A layer casts by itself, as outside, what was written since, and where compiled code or the capture of a CUDA graph
-    runs inside (around the context, a capture holds the casts). So do layers whose weights are experts', quantized,
-    sharded by FSDP2 or extended tensor parallelism, rounded stochastically, or cast to bf16 values for an emulated
-    product. Under delayed scaling all that runs inside takes the scales of the entry, whose amaxes are recorded once.
+    A layer still casts its own weight if the weight was written since the entry, if compiled code or the capture of a
+    CUDA graph runs inside (a capture around the context includes the casts), and if the weight is an expert's,
+    quantized, sharded by FSDP2 or extended tensor parallelism, rounded stochastically, or cast to bf16 values for an
+    emulated product. Under delayed scaling all layers inside use the scales at entry, and the amaxes are recorded once.
     """
     wanted: dict[torch.device, list[_Weight]] = defaultdict(list)
     for layer in () if torch.compiler.is_compiling() or recomputes() else model.modules():

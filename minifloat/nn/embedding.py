@@ -25,11 +25,11 @@ from minifloat.recompute import exchange_of
 
 
 class EtpEmbedding(EtpModule, nn.Embedding):
-    """Embedding of which each rank of ``etp_group``, which has tokens of its own, has some rows.
+    """Embedding whose rows are sharded over ``etp_group``; each rank has its own tokens.
 
     The table [V, D] is gathered in its own dtype before the lookup, and freed after it: backward needs none of it. Its
-    gradient [V, D] is reduced as those of weights of :class:`~minifloat.Linear` are. It starts as ``nn.Embedding`` of
-    the same seed. Without a group, or in one of one rank, it is an ``nn.Embedding``.
+    gradient [V, D] is reduced like that of a :class:`~minifloat.Linear` weight. It has the initial values of
+    ``nn.Embedding`` with the same seed. Without a group, or in one of one rank, it is an ``nn.Embedding``.
 
     Args:
         num_embeddings, embedding_dim, padding_idx, device, dtype: V, D and the rest as of ``nn.Embedding``.
@@ -103,10 +103,10 @@ class EtpEmbedding(EtpModule, nn.Embedding):
 
 
 class VocabParallelEmbedding(EtpEmbedding):
-    """Embedding of which each of p ranks has about V/p rows of the table [V, D].
+    """Embedding whose table [V, D] is sharded by rows: each of p ranks has about V/p.
 
-    A rank looks up the tokens that it has rows of and puts 0 for the others; the sum over the ranks is the result,
-    exactly. V need not divide by p: ``vocabulary_shards`` says who has what.
+    A rank looks up the tokens of its rows and uses 0 for the others; the sum over the ranks is the exact result. V need
+    not be a multiple of p: ``vocabulary_shards`` gives the rows of each rank.
 
     ===========  ================  =======================================
     on one rank  replicated        sequence parallel
@@ -118,9 +118,10 @@ class VocabParallelEmbedding(EtpEmbedding):
     backward                       all-gather of the gradient
     ===========  ================  =======================================
 
-    It starts as ``nn.Embedding`` of the same seed, and without a group, or in one of one rank, it is one.
-    ``num_embeddings`` is this rank's number of rows, ``first`` its first one and ``vocabulary`` the number of all. The
-    weight has Megatron's attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
+    It has the initial values of ``nn.Embedding`` with the same seed; without a group, or in one of one rank, it is an
+    ``nn.Embedding``. ``num_embeddings`` counts this rank's rows, ``first`` is the first of them, and ``vocabulary``
+    counts all. The weight has Megatron's attributes ``tensor_model_parallel``, ``partition_dim`` and
+    ``partition_stride``.
 
     Args:
         num_embeddings, embedding_dim, device, dtype: V, D and the rest as of ``nn.Embedding``.

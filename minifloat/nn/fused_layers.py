@@ -22,11 +22,11 @@ from minifloat.recompute import checkpoint_without_dropout, exchange_of
 
 
 class LayerNormLinear(parts.LayerOfParts):
-    """Norm and linear, Y = norm(X) W^T + b, where the norm's kernel quantizes and its result is not kept.
+    """Norm and linear, Y = norm(X) W^T + b; the norm's kernel quantizes its result and does not store it.
 
-    Its parts are the modules ``norm`` and ``linear``, and what it computes is what they compute one after the other,
-    to the bit, except that delayed scaling quantizes the norm's result before it is rounded to the dtype of X. Where
-    there is no recipe, or a part has hooks or was replaced, the parts do run one after the other.
+    Its parts are the modules ``norm`` and ``linear``. Results equal, to the bit, those of the parts called in turn,
+    except that delayed scaling quantizes the norm's result before it is rounded to the dtype of X. Without a recipe, or
+    if a part has hooks or was replaced, the parts are called in turn.
 
     Args:
         in_features, out_features, bias, init_method, parameters_split, return_bias, recipe, name, params_dtype, dtype,
@@ -146,11 +146,11 @@ class LayerNormLinear(parts.LayerOfParts):
 
 
 class LayerNormMLP(parts.LayerOfParts):
-    """Norm and MLP, Y = act(norm(X) W1^T + b1) W2^T + b2, where the kernels of norm and activation quantize.
+    """Norm and MLP, Y = act(norm(X) W1^T + b1) W2^T + b2; the kernels of norm and activation quantize their results.
 
-    Its parts are the modules ``norm``, ``fc1`` and ``fc2``; what it computes is what they compute one after the other,
-    to the bit, except that delayed scaling quantizes results of norm and activation before they are rounded to the
-    dtype of X. Where a linear has no recipe, or a part has hooks or was replaced, the parts do run one after the other.
+    Its parts are the modules ``norm``, ``fc1`` and ``fc2``. Results equal, to the bit, those of the parts called in
+    turn, except that delayed scaling quantizes results of norm and activation before they are rounded to the dtype of
+    X. If a linear has no recipe, or a part has hooks or was replaced, the parts are called in turn.
 
     Args:
         hidden_size, ffn_hidden_size: widths of X and Y, and of the activation's result.

@@ -47,7 +47,7 @@ from minifloat.tensor import QuantizedTensor
 
 
 class GroupedLinear(ExpertParameters):
-    """Y_g = X_g W_g^T + b_g for the rows X_g of each expert g, quantized as a linear of each would, in one launch.
+    """Linear of each expert g on its rows, Y_g = X_g W_g^T + b_g, quantized separately, in one launch.
 
     ======  ================  ==================  ===============================
     tensor  shape             contracted over     quantized along, in each group

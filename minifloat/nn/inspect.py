@@ -255,16 +255,15 @@ class Inspection:
 
 @checked
 def inspect(model: nn.Module, every: Count = 100) -> Inspection:
-    """Watches the casts of the linears in ``model``: what each operand of their GEMMs loses.
+    """Measures the error of each operand that the linears in ``model`` cast for their GEMMs.
 
-    Linears alone, those in fused modules and in converted models, and those of experts, in eager code. A step is a
-    forward of ``model`` itself in training mode with its backward; the first is inspected, then each ``every``-th.
-    Outputs and gradients keep their bits. Microbatches are steps, so that with gradient accumulation ``every`` counts
-    those.
+    It sees linears alone, in fused modules, in converted models and of experts, in eager code. A step is a forward of
+    ``model`` itself in training mode with its backward; the first is inspected, then each ``every``-th. Outputs and
+    gradients keep their bits. Microbatches are steps, so under gradient accumulation ``every`` counts microbatches.
 
-    A model that is compiled or captured into a CUDA graph goes uninspected, as do layers that are added later,
-    and weights that are kept quantized. A rank sees its own rows, of a sharded weight and of what sequence parallelism
-    gathers, where no block of them is another rank's: call this after ``fully_shard``.
+    It does not see models that are compiled or captured into a CUDA graph, layers that are added later, and quantized
+    parameters. A rank sees its own rows, of a sharded weight and of tensors that sequence parallelism gathers, unless
+    another rank owns their block: call this after ``fully_shard``.
 
     Returns:
         An :class:`Inspection`: a context manager, or to be ended with ``close()``.

@@ -36,7 +36,7 @@ _VALUES = Quantizer.identity().with_usage(columnwise=False)
 
 
 class Linear(LinearState, nn.Linear):
-    """Linear layer, Y = X W^T + b as of ``nn.Linear``, on quantized operands where a recipe is in force.
+    """Linear layer, Y = X W^T + b, like ``nn.Linear``; with an active recipe it multiplies quantized operands.
 
     Args:
         in_features, out_features, bias, device, dtype: as of ``nn.Linear``; any sizes.

@@ -386,11 +386,11 @@ def reusable_operands(weight: QuantizedTensor, spec: Spec) -> Quantized | None:
 
 @checked
 def prepare(model: nn.Module, recipe: RecipeLike) -> nn.Module:
-    """Makes the configurations, and for delayed scaling the buffers, that a first ``autocast(recipe=recipe)`` would.
+    """Creates the configurations, and for delayed scaling the buffers, that a first step under ``recipe`` would.
 
-    Needed where first use comes too late: before ``torch.compile`` of a model under delayed scaling, before an
-    optimizer or a checkpoint looks at the buffers. Modules with a recipe of their own have theirs already. Pass the
-    very recipe object that ``autocast`` gets, so that a custom recipe's factory is not called again.
+    Call it before ``torch.compile`` of a model under delayed scaling, and before an optimizer or a checkpoint reads the
+    buffers. Modules with their own recipe already have them. Pass the same recipe object as to ``autocast``, so that a
+    custom recipe's factory is not called again.
 
     Returns:
         ``model``.

@@ -49,12 +49,12 @@ class SharedGate(nn.Linear):
 
 
 class MoE(parts.LayerOfParts):
-    """Mixture of experts: Y is the sum over a token's k experts of p_e MLP_e(X), and of an MLP for all tokens.
+    """Mixture of experts: Y is the sum of p_e MLP_e(X) over a token's k experts, plus a shared MLP if there is one.
 
     The router chooses experts, tokens are sorted by expert (k rows for each), :class:`GroupedMLP` computes, and the
-    rows of each token are added up with their probabilities. Without biases these are multiplied to the activation,
-    Y = the sum of W2_e (p_e act(H_e)). No token is dropped but by the router's ``capacity_factor``, and the host waits
-    for nothing but the sizes of what ``ep_group`` exchanges.
+    rows of each token are added up with their probabilities. Without biases p multiplies the activation instead: Y is
+    the sum of W2_e (p_e act(H_e)). Only the router's ``capacity_factor`` drops tokens, and the host waits only for the
+    sizes of the exchanges of ``ep_group``.
 
     Args:
         hidden_size, ffn_hidden_size: widths of X and Y, and of each expert.
@@ -268,7 +268,7 @@ class LayerNormMoE(parts.LayerOfParts):
 def router_losses(model: nn.Module) -> Tensor | float:
     """Sums the losses of all routers of ``model`` in their latest forward, to be added to the model's own loss.
 
-    Each is taken once: without another forward the next sum is 0. They have their coefficients in them.
+    Each loss counts once: without another forward the next sum is 0. Losses include their coefficients.
     """
     total: Tensor | float = 0.0
     for module in model.modules():

@@ -74,7 +74,7 @@ class LayerNorm(_Norm):
     """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dims; statistics and gradients in fp32.
 
     Layer Normalization (Ba et al. 2016). State dict keys are those of ``nn.LayerNorm``. Under ``torch.autocast`` the
-    input is rounded to its dtype first, as the linears do, so that a fused LayerNormLinear gives the same numbers.
+    input is first rounded to its dtype, as in the linears, so a fused LayerNormLinear gives the same numbers.
 
     Args:
         normalized_shape: the sizes of the last dims, or the one size of the last.

@@ -87,12 +87,12 @@ _stack = _Stack()
 def quantized_model_init(
     enabled: bool = True, recipe: RecipeLike | None = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Keeps weights of modules made or converted inside quantized, as :class:`~minifloat.QuantizedTensor` parameters.
+    """Keeps weights quantized, as :class:`~minifloat.QuantizedTensor`, in modules constructed or converted inside.
 
-    Such a weight keeps the formats that ``recipe`` gives weights: without a recipe the layer later computes on the
-    dequantized weight, under another one the GEMM takes it as it is where the formats can be multiplied, else a fresh
-    cast of its value. Biases, and modules whose recipe is ``"none"``, stay in high precision. Under delayed scaling a
-    weight is initialized and loaded with the scale of its values, and written with the layer's delayed scale.
+    A weight has the formats that ``recipe`` gives weights. Called without a recipe, the layer uses the dequantized
+    weight; under another recipe, the GEMM reads the codes if the formats can be multiplied, otherwise a new cast of the
+    values. Biases, and modules whose recipe is ``"none"``, stay in high precision. Under delayed scaling a weight is
+    initialized and loaded with the scale of its values, and written with the layer's delayed scale.
 
     Args:
         enabled: False makes high-precision parameters, inside of another such context too.

@@ -63,7 +63,7 @@ class RouterOutput(NamedTuple):
 
 
 class TopKRouter(nn.Module):
-    """Chooses k of E experts for each token, by a linear from H features to a logit of each expert.
+    """Router that chooses k of E experts for each token, by a linear from H features to E logits.
 
     ===========  ==============  ==================  ===============  ===============================================
     routers of   score_function  score_before_top_k  normalize_top_k  more
@@ -74,7 +74,7 @@ class TopKRouter(nn.Module):
     DeepSeek-V3  sigmoid         True                True             groups, ``scaling_factor``, ``expert_bias_rate``
     ===========  ==============  ==================  ===============  ===============================================
 
-    Scores are fp32; of equal ones the first experts are chosen. Gradients flow through the probabilities and the loss.
+    Scores are fp32; ties go to the first experts. Gradients flow through the probabilities and the loss.
 
     Args:
         hidden_size, num_experts, top_k: H, E, k.

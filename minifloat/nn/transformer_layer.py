@@ -50,7 +50,7 @@ def _of_mixture(moe: Mapping[str, Any], layout: QKVFormat) -> dict[str, Any]:
 
 
 class TransformerLayer(LayerOfLinears):
-    """Transformer layer: X + attention(norm(X)), to which MLP(norm(that)) is added; each goes through dropout first.
+    """Transformer layer: S = X + attention(norm(X)), Y = S + MLP(norm(S)), with dropout before both additions.
 
     Its parts are ``self_attention``, in a decoder ``inter_attention``, ``layernorm_mlp`` and ``dropout``.
 

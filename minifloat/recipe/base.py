@@ -66,7 +66,7 @@ def split() -> MMParams:
 @checked
 @dataclass(frozen=True)
 class QParams:
-    """Options of one tensor's cast, as Transformer Engine's users know them; read-only here."""
+    """Options of one tensor's cast, under Transformer Engine's names; read-only here."""
 
     power_2_scale: bool = False
     amax_epsilon: NonNegativeFloat = 0.0
@@ -97,7 +97,7 @@ def _asks(kind: str) -> Any:
 
 
 class Recipe:
-    """Base of all recipes, each a frozen dataclass."""
+    """Base class of recipes; each recipe is a frozen dataclass."""
 
     fp8_gemm_fprop: MMParams = FAST
     fp8_gemm_dgrad: MMParams = SPLIT
@@ -175,7 +175,7 @@ ScaleAlgorithm = Callable[[Tensor, Tensor, float, "DelayedScaling"], Tensor]
 @checked
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """FP8 with one scale a tensor, taken from the amaxes of earlier steps.
+    """FP8 with one scale a tensor, computed from the amaxes of earlier steps.
 
     Args:
         margin: the scale is divided by ``2 ** margin``.
@@ -237,7 +237,7 @@ class DelayedScalingRequest:
 @checked
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
-    """Recipe whose factory decides for each role: one layer or one operand gets another format, or none.
+    """Recipe whose factory chooses a quantizer for each role, for example another format for one layer or operand.
 
     Args:
         qfactory: called with a :class:`QuantizerRole`, once for each role of a module and recipe object (in compiled

@@ -102,7 +102,8 @@ def source_of(role: QuantizerRole, chosen: ColumnwiseSource) -> ColumnwiseSource
 class Float8BlockScaling(Recipe):
     """FP8 with a scale for each 1 x 128 strip of activations and gradients and each 128 x 128 tile of weights.
 
-    DeepSeek-V3 Technical Report (2024), section 3.3. A dim of 1 is strips, of 2 tiles; no GEMM takes two of tiles.
+    DeepSeek-V3 Technical Report (2024), section 3.3. Dims of 1 mean strips, of 2 tiles; no GEMM takes two tiled
+    operands.
 
     Args:
         columnwise_source: ``"rowwise_dequantized"`` casts what wgrad reads of X and dY from the values of their rowwise
@@ -248,7 +249,7 @@ class MXFP4BlockScaling(Recipe):
 class W4A8BlockScaling(Recipe):
     """Weights in MXFP4, activations and gradients in E4M3 with a power-of-two scale for each 1 x 128 strip.
 
-    FP8 tensor cores of sm_90 multiply them: an MXFP4 weight is an FP8 one with scales of tiles, without rounding.
+    FP8 tensor cores of sm_90 multiply them: an MXFP4 weight becomes an FP8 weight with tile scales, without rounding.
 
     Args:
         enable_2d_quantization: weights share a scale in 32 x 32 tiles, so that both orientations are the same values.

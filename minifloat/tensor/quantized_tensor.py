@@ -71,13 +71,13 @@ def quantize(
 
 
 class QuantizedTensor(CodedTensor):
-    """Tensor of the operands of one [M, K] matrix, in the shape [..., K] or as a view of it; :func:`quantize` makes it.
+    """Tensor of shape [..., K], or a view of it, that stores quantized operands of [M, K]; :func:`quantize` makes it.
 
-    Rows that would break blocks, columns, and other views that the quantized form cannot hold are copies of the values:
-    writing to those does not reach this tensor. ``t[index] = value`` does. ``zeros_like`` and the like are in high
-    precision, so that an optimizer's state is; ``new_zeros``, ``new_empty`` and, to a device, ``empty_like`` are
-    quantized. A change of dtype gives the values, but a parameter (``module.to(dtype)``) stays quantized and changes
-    its logical dtype.
+    Views that the quantized form cannot hold (columns, rows that break blocks) are copies of the values: writing to
+    them does not reach this tensor; ``t[index] = value`` does. ``zeros_like`` and similar functions return high
+    precision, as an optimizer's state needs; ``new_zeros``, ``new_empty`` and, to a device, ``empty_like`` are
+    quantized. A change of dtype dequantizes, but a parameter (``module.to(dtype)``) stays quantized and changes its
+    logical dtype.
 
     Attributes:
         quantizer: what it was and will be quantized with; its usage is that of the operands.
