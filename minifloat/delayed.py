@@ -390,8 +390,8 @@ def in_order(newest: Member) -> list[Member]:
 def forget_overflow(model: nn.Module) -> None:
     """Removes infinite and NaN amaxes from the delayed scaling histories of ``model``.
 
-    There is no need to call it: what is not finite is not recorded, and an update drops what a checkpoint of an older
-    version has of it. It does nothing to finite amaxes and never waits for the device.
+    No code needs to call it: infinite and NaN amaxes are not recorded, and an update drops those of an older
+    checkpoint. It keeps finite amaxes and never waits for the device.
     """
     for module in model.modules():
         if isinstance(module, AmaxHistory):

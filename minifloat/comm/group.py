@@ -18,7 +18,7 @@ from minifloat.ops.quantize import code_shape, scale_shape
 
 
 class Group(NamedTuple):
-    """A process group by name, so that it can be hashed, pickled and traced. One of a single rank never communicates.
+    """Process group by name, which can be hashed, pickled and traced. A group of one rank never communicates.
 
     Args:
         name: what PyTorch's functional collectives know the group by; unread where ``size`` is 1.
@@ -105,10 +105,10 @@ def unit_rows(fmt: Format, dim: int) -> int:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """A matrix [sum(rows), K] along whose first dim ranks hold ``rows`` each, in the order of the ranks; 0 is allowed.
+    """Row counts of a matrix [sum(rows), K] that is sharded by rows over ranks, in their order; 0 is allowed.
 
-    A *unit* is a group of consecutive rows that are cast together (:func:`unit_rows`), counted from the first row of
-    the whole. It belongs to the rank of its first row.
+    A *unit* is a group of consecutive rows that are cast together (:func:`unit_rows`), counted from row 0 of the
+    matrix. It belongs to the rank of its first row.
     """
 
     rows: tuple[int, ...]

@@ -34,11 +34,11 @@ def quantize_shard(
     x: Tensor, quantizer: Quantizer, shards: ShardMap, group: Group, *, amaxes: Amaxes | None = None,
     scale: Tensor | None = None, rng: Tensor | None = None,
 ) -> Quantized:  # fmt: skip
-    """Casts this rank's part of the quantized whole, a collective; :func:`gather` joins parts.
+    """Casts this rank's rows of a sharded matrix, a collective; :func:`gather` joins the parts.
 
-    The codes and scales are those that ``quantizer`` gives for the rows of all ranks below each other, bit for bit, of
-    the rows that ``shards.codes`` and ``shards.scales`` say: this rank's own, but for units that straddle ranks. The
-    logical shape of the operands is that of ``x``.
+    Codes and scales equal, bit for bit, those of the full matrix, for the rows in ``shards.codes`` and
+    ``shards.scales``: this rank's own, except in units that straddle ranks. The operands have the logical shape of
+    ``x``.
 
     Args:
         x: [..., K], bf16, fp16 or fp32, leading dims flattened: the rows of this rank, perhaps none. Any strides.
@@ -252,7 +252,7 @@ def _return_rows(values: Tensor, unit: int, shards: ShardMap, group: Group) -> T
 def gather(
     part: Quantized, shards: ShardMap, group: Group, *, rowwise: bool, columnwise: bool, gemm_ready: bool = False
 ) -> Quantized:
-    """The quantized whole, [sum(rows), K], from the parts of all ranks; arguments as of :func:`start_gather`."""
+    """Gathers the quantized matrix [sum(rows), K] from the parts of all ranks; arguments as of :func:`start_gather`."""
     dims = [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
     return _start([part], shards, group, dims, gemm_ready, overlapped=False).wait()[0]
 
@@ -261,10 +261,10 @@ def start_gather(
     parts: Sequence[Quantized], shards: ShardMap, group: Group, *, rowwise: bool, columnwise: bool,
     gemm_ready: bool = False,
 ) -> Pending[list[Quantized]]:  # fmt: skip
-    """Starts to gather several quantized tensors in one call of the backend; ``wait()`` gives them.
+    """Starts gathering several quantized tensors in one call of the backend; ``wait()`` returns them.
 
-    Nothing but codes, scales of blocks and amaxes of rows is sent; a scale or amax of the whole tensor is the same on
-    all ranks. The amax that a delayed cast measured stays that of this rank's rows.
+    Only codes, scales of blocks and amaxes of rows are sent; all ranks have the scale or amax of the full tensor. The
+    amax measured by a delayed cast stays that of this rank's rows.
 
     Args:
         parts: of each tensor what :func:`~minifloat.comm.sharded_cast.quantize_shard` gave.

@@ -110,7 +110,7 @@ fp8_model_init = quantized_model_init
 
 
 def make_graphed_callables(modules: Any, sample_args: Any, *args: Any, **options: Any) -> Any:
-    """Calls :func:`minifloat.make_graphed_callables`; without ``enabled`` nothing is quantized, whatever the recipe."""
+    """Calls :func:`minifloat.make_graphed_callables`; without ``enabled`` it quantizes nothing."""
     given = {name: value for name, value in options.items() if value is not None}
     return graphs.make_graphed_callables(
         modules, sample_args, *args, **{"enabled": False} | _ours("make_graphed_callables", given)
@@ -133,7 +133,7 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
 ) -> Tensor:
-    """Calls :func:`minifloat.cross_entropy`; the mean is that of the targets that are not ignored."""
+    """Calls :func:`minifloat.cross_entropy`; the mean is over targets that are not ignored."""
     classes = None if dist_process_group is None else inp.shape[-1] * dist_process_group.size()
     reduction: Any = "mean" if reduce_loss else "none"
     return cross_entropy(

@@ -29,7 +29,7 @@ WAYS_OUT = {
 @checked
 @dataclass(frozen=True)
 class Float8GemmConfig:
-    """Says how a product sums; ``use_fast_accum`` is the negation of ``MMParams.use_split_accumulator``."""
+    """Accumulation of a product; ``use_fast_accum`` is the negation of ``MMParams.use_split_accumulator``."""
 
     use_fast_accum: bool = False
 
@@ -39,8 +39,8 @@ class Float8GemmConfig:
 class Float8LinearConfig:
     """Options of a conversion, from which its recipe follows.
 
-    ``enable_fsdp_float8_all_gather``: :func:`minifloat.distributed.fully_shard` does it, PyTorch's does not;
-    ``pad_inner_dim``, ``emulate`` and ``force_recompute_fp8_weight_in_bwd`` have nothing to do.
+    ``enable_fsdp_float8_all_gather``: :func:`minifloat.distributed.fully_shard` does it, PyTorch's does not.
+    ``pad_inner_dim``, ``emulate`` and ``force_recompute_fp8_weight_in_bwd`` have no effect.
     """
 
     gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)

@@ -28,7 +28,7 @@ class ElementKernels(NamedTuple):
 class Element:
     """Stored number, ``bits`` wide, finite up to ``max``; ``dtype`` is PyTorch's name for it, where it has one.
 
-    ``split``: its values span so much that 128 products of two of them do not fit float64 as they are.
+    ``split``: sums of 128 products of its values do not fit float64 exactly.
     """
 
     name: str
@@ -156,10 +156,10 @@ ELEMENTS: dict[str, Element] = {}
 
 
 def define_element(element: Element) -> Element:
-    """Makes the element known by its name to ``Format``.
+    """Registers an element for ``Format`` by its name.
 
     Raises:
-        ValueError: the name is no identifier, or that of another element: formats that have it would not change.
+        ValueError: the name is no identifier, or that of another element, whose formats would not change.
     """
     check_name("element", element.name, ELEMENTS)
     ELEMENTS[element.name] = element
@@ -228,7 +228,7 @@ class FormatFacts:
 
 @dataclass(frozen=True, eq=False)
 class ScaleRule:
-    """Rule by which scales are found and stored.
+    """Rule that computes scales from amaxes and stores them.
 
     Args:
         name: what ``Format`` calls it.
@@ -327,7 +327,7 @@ SCALE_RULES: dict[str, ScaleRule] = {}
 
 
 def define_scale_rule(rule: ScaleRule) -> ScaleRule:
-    """Makes the rule known by its name to ``Format``; raises as :func:`define_element` does."""
+    """Registers a scale rule for ``Format`` by its name; raises like :func:`define_element`."""
     check_name("scale rule", rule.name, SCALE_RULES)
     SCALE_RULES[rule.name] = rule
     return rule

@@ -37,11 +37,11 @@ def fprop(
     Operands of groups (:func:`~minifloat.functional.quantize_groups`) are multiplied group by group: X [M, K] or dY
     [M, N] by W [G N, K], with biases [G, N].
 
-    ``out``, of the shape, dtype and device of the result, is overwritten with it, or with ``accumulate`` it is added
-    to; ``out`` is returned (so for all three).
+    The result overwrites ``out``, or with ``accumulate`` is added to it, and ``out`` is returned (in all three
+    functions).
 
     Raises:
-        ValueError: an operand is not quantized along the contracted dim, or ``out`` is not like the result.
+        ValueError: an operand is not quantized along the contracted dim, or ``out`` differs in shape, dtype or device.
     """
     return multiply("fprop", x.along(ROWWISE), w.along(ROWWISE), out_dtype, bias, fast_accum, out, accumulate)
 

@@ -111,10 +111,10 @@ def check_groups(layout: GroupLayout, groups: int, layer: object) -> None:
 
 @checked
 def quantize_groups(x: Tensor, offsets: Tensor, quantizer: Quantizer, *, gemm_ready: bool = False) -> Quantized:
-    """Each group of rows of ``x`` [M, K] as ``quantizer`` casts it alone, in one launch for all.
+    """Casts each group of rows of ``x`` [M, K] separately, in one launch.
 
-    ``fprop``, ``dgrad`` and ``wgrad`` multiply such operands group by group. Those of a weight [G, N, K] are quantized
-    as [G N, K], with offsets 0, N, ..., G N; X and dY have the offsets of their rows.
+    ``fprop``, ``dgrad`` and ``wgrad`` multiply the operands group by group. Quantize a weight [G, N, K] as [G N, K],
+    with offsets 0, N, ..., G N; X and dY take the offsets of their rows.
 
     Args:
         offsets: int32 [G + 1] on the device of ``x``: the first row of each group, and the end of the last one, at most

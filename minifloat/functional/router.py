@@ -280,14 +280,13 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Routing(NamedTuple):
-    """Order of the k choices (slots) of T tokens in rows sorted by expert, as :func:`sort_by_expert` makes it.
+    """Order of the k choices (slots) of T tokens by expert, made by :func:`sort_by_expert`.
 
     Attributes:
-        order: int32 [T k], the slot of each row, ``token * k + choice``: a permutation.
+        order: int32 [T k], the slot ``token * k + choice`` of each row.
         inverse: int32 [T, k], the row of each slot.
-        counts: int32 [E], how many rows each expert has.
-        offsets: int32 [E + 1], the first row of each expert, and then the number of rows of all experts. Later rows are
-            those of dropped slots.
+        counts: int32 [E], the number of rows of each expert.
+        offsets: int32 [E + 1], the first row of each expert, and the total. Rows after it are dropped slots.
     """
 
     order: Tensor
@@ -298,7 +297,7 @@ class Routing(NamedTuple):
 
 @checked
 def sort_by_expert(indices: Tensor, num_experts: Size) -> Routing:
-    """Sorts slots by expert, tokens in their own order inside of each.
+    """Sorts slots by expert, and by token within an expert.
 
     Args:
         indices: int [T, k]: the experts of each token, 0 to E - 1, or -1 for a dropped slot: it comes after all experts
@@ -341,7 +340,7 @@ def route(indices: Tensor, num_experts: int, layer: object = "sort_by_expert") -
 
 @checked
 def permute(x: Tensor, routing: Routing) -> Tensor:
-    """Puts tokens ``x`` [T, H] into rows [T k, H] sorted by expert; the rows after those of all experts are 0.
+    """Copies tokens ``x`` [T, H] to rows [T k, H] sorted by expert; rows after the last expert's are 0.
 
     The gradient of a token is the sum over its k rows, in the order of its slots, in fp32, rounded once.
 
@@ -354,10 +353,10 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
 
 @checked
 def unpermute(y: Tensor, routing: Routing, probabilities: Tensor | None = None) -> Tensor:
-    """Adds up the k rows of each token, ``y`` [T k, H] to [T, H], times their probabilities if there are any.
+    """Sums the k rows of each token, ``y`` [T k, H] to [T, H], multiplied by probabilities if given.
 
-    Products and sums are of fp32, in the order of the slots, and rounded once; so are the gradients, which are 0 for
-    dropped slots, whatever ``y`` is there. Those of probabilities are computed and returned in fp32.
+    Products and sums are fp32, in the order of slots, and rounded once, as are gradients, which are 0 for dropped slots
+    whatever their ``y``. Gradients of probabilities are fp32.
 
     Args:
         probabilities: [T, k], any floating-point dtype; fp32 as a router gives them.
@@ -375,7 +374,7 @@ def unpermute(y: Tensor, routing: Routing, probabilities: Tensor | None = None) 
 
 @checked
 def permute_probabilities(probabilities: Tensor, routing: Routing) -> Tensor:
-    """Puts probabilities [T, k] into the order of rows, fp32 [T k]; the gradient of a slot is that of its row.
+    """Sorts probabilities [T, k] like the rows, fp32 [T k]; a slot has the gradient of its row.
 
     Raises:
         TypeError, ValueError: ``probabilities`` is not [T, k] of floating-point numbers.

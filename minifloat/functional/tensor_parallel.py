@@ -147,12 +147,12 @@ def prepare_shard(
     x: Tensor | Quantized, quantizer: Quantizer, shards: ShardMap, group: Group, *, scales_agree: bool = False,
     amaxes: Amaxes | None = None, scale: Tensor | None = None, rng: Tensor | None = None,
 ) -> Quantized:  # fmt: skip
-    """Makes the operands of ``x`` that this rank sends; ``x`` may be quantized already; a collective.
+    """Makes the operands of ``x`` that this rank sends, a collective; ``x`` may be quantized.
 
-    Operands are gathered as they are where their scales hold for the whole: no unit straddles ranks, and either scales
-    are those of blocks alone or ``scales_agree``. Otherwise, or where an orientation is missing or has another format,
-    the tensor is dequantized to its own dtype and cast again by :func:`~minifloat.comm.sharded_cast.quantize_shard`,
-    whose other arguments these are.
+    Operands are gathered unchanged if their scales are valid for the full tensor: no unit straddles ranks, and scales
+    are of blocks or ``scales_agree``. Otherwise, or if an orientation is missing or has another format, the tensor is
+    dequantized to its own dtype and passed to :func:`~minifloat.comm.sharded_cast.quantize_shard`, which has the other
+    arguments.
 
     Args:
         x: the rows of this rank. Held in the same formats and orientations by all ranks.
@@ -218,7 +218,7 @@ _shared = _SharedGather()
 
 @contextmanager
 def gathered_once() -> Iterator[None]:
-    """Lets column-parallel linears that are given one X inside, one after the other, gather it once.
+    """Lets column-parallel linears that read one X in sequence gather it once.
 
         with gathered_once():
             q, k, v = self.query(x), self.key(x), self.value(x)

@@ -283,9 +283,9 @@ class ExpertParameters(LinearState):
 
 @checked
 def ep_parameters(model: nn.Module) -> dict[nn.Parameter, Group]:
-    """Finds the parameters below ``model`` that are those of a rank's experts, and the ranks that have the others.
+    """Finds the parameters of a rank's experts in ``model``, and the ranks that have the other experts.
 
-    Give them to ``fully_shard`` as ``ignored_params`` where its ranks are some of these.
+    Pass them to ``fully_shard`` as ``ignored_params`` if it shards over any of these ranks.
     """
     layers = (each for each in model.modules() if isinstance(each, ExpertParameters) and each.ep_group.size > 1)
     return {parameter: layer.ep_group for layer in layers for parameter in layer.parameters()}

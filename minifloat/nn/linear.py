@@ -39,35 +39,35 @@ class Linear(LinearState, nn.Linear):
     """Linear layer, Y = X W^T + b, like ``nn.Linear``; with an active recipe it multiplies quantized operands.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of ``nn.Linear``; any sizes.
-        recipe: the layer's own recipe or its short name, which wins over ``autocast``; ``"none"`` keeps the layer in
-            high precision whatever surrounds it; None takes what ``autocast`` gives.
-        name: what recipes and errors call the layer.
+        in_features, out_features, bias, device, dtype: like ``nn.Linear``; any sizes.
+        recipe: the layer's own recipe or its short name, which takes precedence over ``autocast``; ``"none"`` always
+            keeps the layer in high precision; None uses the recipe of ``autocast``.
+        name: the layer's name in recipes and errors.
         fuse_wgrad_accumulation: add dW to ``weight.main_grad`` (a buffer that you provide, fp32 as a rule), set
             ``weight.grad_added_to_main_grad`` and return no gradient for it. After a forward with
             ``is_first_microbatch=True`` the first dW replaces what is there; all uses of the weight in that microbatch
             must be forwarded before the first of their backwards.
         delay_wgrad_compute: backward leaves dW to :meth:`backward_dw`; no optimizer steps while one waits.
             ``zero_grad`` and ``is_first_microbatch=True`` drop those of a step that was given up.
-        save_original_input: backward keeps X as it came and quantizes it again: costs a cast, saves memory where X is
-            kept alive by somebody else anyway.
-        return_bias: forward gives (X W^T, b) and leaves the addition to the caller.
-        parameters_split: names and numbers of rows, or names alone of equal numbers: the weight is kept as that many
-            parameters (``query_weight``, ``query_bias``, ...) and multiplied as one.
+        save_original_input: forward saves X itself and backward quantizes it again: this costs a cast, and saves memory
+            if X is kept alive anyway.
+        return_bias: forward returns (X W^T, b), which the caller adds.
+        parameters_split: names and numbers of rows, or names alone for equal numbers: the weight has one parameter for
+            each name (``query_weight``, ``query_bias``, ...) and is multiplied as one.
         init_method: fills the weight in place, and the bias starts as zeros; default: both as ``nn.Linear``.
         params_dtype: another name of ``dtype``.
-        parallel_mode: ``"column"`` shares ``out_features`` out over the ranks of a group, ``"row"`` ``in_features``:
-            the sizes given are those of all ranks, the attributes of that name this rank's; shapes and equations are in
-            ``functional/exchange.py``. All ranks start from one seed, as the unsharded layer would; each parameter has
-            Megatron's attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
-        sequence_parallel: activations that are not split by columns are split by rows, along dim 0.
+        parallel_mode: ``"column"`` splits ``out_features`` over the ranks of a group, ``"row"`` ``in_features``:
+            arguments are sizes of the full layer, attributes sizes on this rank; ``functional/exchange.py`` has shapes
+            and equations. All ranks start from one seed, like the unsharded layer; each parameter has Megatron's
+            attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``.
+        sequence_parallel: activations not split by columns are split by rows, along dim 0.
         tp_group, tp_mesh: the ranks: a process group, or one dim of a device mesh. ``tp_size``: their number.
-        etp_group: ranks with other data, which share the rows of the weight: extended tensor parallelism
-            (``docs/etp.md``). The parameter is this rank's rows; with ``tp_group`` those of the tensor-parallel part.
+        etp_group: ranks with different data that shard the rows of the weight: extended tensor parallelism
+            (``docs/etp.md``). The parameter is this rank's rows, with ``tp_group`` of the tensor-parallel part.
             :func:`~minifloat.distributed.reduce_replicated` reduces the gradients of all other parameters.
-        etp_reduction: of the weight's gradients, over ``etp_group``: ``"mean"`` or ``"sum"``.
-        fused_parts: rows of what a column-parallel weight is made of (gate and up), each of which is shared out by
-            itself; those of ``parameters_split`` always are.
+        etp_reduction: reduction of the weight's gradient over ``etp_group``, ``"mean"`` or ``"sum"``.
+        fused_parts: row counts of the parts of a column-parallel weight (gate and up), each of which is split
+            separately, as parts of ``parameters_split`` always are.
 
     Activations are computed in the dtype of X, or of ``torch.autocast``; weights are quantized straight from the
     parameter, whatever its dtype. State dict keys are those of ``nn.Linear``, and under delayed scaling also

@@ -175,9 +175,9 @@ def etp_weights(model: nn.Module) -> Iterator[EtpWeight]:
 
 @checked
 def etp_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Finds the parameters below ``model`` that are a rank's rows of a weight that ``etp_group`` shares.
+    """Finds the parameters in ``model`` that are a rank's rows of a weight sharded over ``etp_group``.
 
-    They gather and reduce themselves: give them to ``fully_shard`` as ``ignored_params``.
+    Layers gather and reduce them: pass them to ``fully_shard`` as ``ignored_params``.
     """
     return {parameter for weight in etp_weights(model) for parameter in weight.rows.parameters()}
 

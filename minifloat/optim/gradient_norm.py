@@ -31,14 +31,14 @@ def gradient(p: Tensor) -> Tensor | None:
 def gradient_norm(
     parameters: Tensor | Iterable[Tensor], tp_group: Group | ProcessGroup | DeviceMesh | None = None
 ) -> Tensor:
-    """Computes the 2-norm of the whole model's gradients, each parameter counted once, wherever it is sharded.
+    """Computes the 2-norm of the full model's gradients; each parameter counts once, however it is sharded.
 
-    Parameters that say ``tensor_model_parallel`` or ``etp_group`` are parts, each of which counts; those that say
-    ``ep_group`` are of experts, of which each rank there has others; a DTensor counts by its placements; all others are
-    the same on the ranks of ``tp_group`` and of data parallelism, whose gradients must have been averaged before.
-    ``minifloat.distributed.fully_shard`` keeps those marks; PyTorch's own loses them. Norms of single gradients are
-    fp32, exchanged in one all-gather, so that all ranks get the same bits; where nothing is sharded and gradients are
-    fp32, those of ``torch.nn.utils.clip_grad_norm_``.
+    Parameters with an attribute ``tensor_model_parallel`` or ``etp_group`` are shards, and each shard counts; with
+    ``ep_group`` they are experts, which differ by rank; a DTensor counts by its placements. All others are replicated
+    over ``tp_group`` and data-parallel ranks, whose gradients must have been averaged before.
+    ``minifloat.distributed.fully_shard`` keeps the attributes; PyTorch's loses them. Norms of single gradients are
+    fp32, exchanged in one all-gather, so all ranks get the same bits; unsharded fp32 gradients give the bits of
+    ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
         parameters: the same ones in the same order on all ranks of the group, of experts as many; those without a
@@ -64,10 +64,10 @@ def gradient_norm(
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: MaxNorm, tp_group: Group | ProcessGroup | DeviceMesh | None = None
 ) -> Tensor:
-    """Scales all gradients in place so that their :func:`gradient_norm` is at most ``max_norm``; returns what it was.
+    """Scales all gradients in place to a :func:`gradient_norm` of at most ``max_norm``; returns the norm before.
 
-    ``torch.nn.utils.clip_grad_norm_`` for models that are sharded, and for ``main_grad``. All ranks scale by the same
-    factor, ``max_norm / (norm + 1e-6)`` or 1. A norm that is not finite makes gradients NaN or 0, as it does there.
+    Like ``torch.nn.utils.clip_grad_norm_``, for sharded models and ``main_grad`` too. All ranks scale by the same
+    factor, ``max_norm / (norm + 1e-6)`` or 1. An infinite or NaN norm makes gradients NaN or 0, as in PyTorch.
     """
     parameters = _listed(parameters)
     norm = gradient_norm(parameters, tp_group)

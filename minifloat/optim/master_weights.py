@@ -19,20 +19,20 @@ _OWN_ENTRIES = ("params", "param_names")
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Steps fp32 masters of low-precision parameters with an optimizer of any class, then rounds the parameters.
+    """Optimizer that steps fp32 masters with any optimizer class, and rounds the low-precision parameters to them.
 
     ``MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)``. Parameters that are
     :class:`~minifloat.QuantizedTensor`, bf16 or fp16 have masters; others are stepped themselves. Quantized parameters
     are written in one multi-tensor cast, 16-bit ones in one ``_foreach_copy_``. Param groups, schedulers, hooks,
     closures and ``zero_grad`` are as for any optimizer. Move the model to its device first.
 
-    A master starts from the parameter's ``get_high_precision_init_val()`` where it has one, which is then cleared, else
-    from its value. Later writes by others (loading a model, clipping) are noticed by its version and taken over. The
+    A master starts from the parameter's ``get_high_precision_init_val()`` if it has one, which is then cleared,
+    otherwise from its value. A later write to the parameter (loading a model, clipping) replaces its master. The
     gradient is ``p.grad``; where ``p.grad_added_to_main_grad`` is set, ``p.main_grad`` plus ``p.grad`` if there is one.
 
     A ``GradScaler`` is unscaled here, in fp32; a step that overflowed changes nothing (``docs/optimizers.md``). The
-    state dict is that of the inner optimizer with one entry more a parameter, ``"master"`` or ``"remainder"``; with a
-    remainder load the model's state dict too, before or after.
+    state dict is the inner optimizer's, plus one entry a parameter, ``"master"`` or ``"remainder"``; with a remainder
+    load the model's state dict too, before or after.
 
     Args:
         params: parameters, param groups or named parameters, as for any optimizer.

@@ -77,14 +77,14 @@ def reduce_replicated(
     reduction: Reduction = "mean",
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Reduces the gradients of parameters that ranks with other data all have, each before it is accumulated.
+    """Reduces the gradients of replicated parameters over ranks with different data, before they are accumulated.
 
-    For models whose layers were made with ``etp_group`` or ``ep_group``; :func:`~minifloat.distributed.parallelize`
-    sees to it itself. Weights whose rows layers share out reduce their own gradients and are left alone. Those of
-    experts, sums over the tokens of ``ep_group``, are reduced over the other groups, and ``"mean"`` divides them by the
-    number of all ranks as it does those of dense parameters; those of rows of experts, which ``etp_reduction`` divides,
-    by the size of ``ep_group``, too. Call it once, on the module whose forward runs first. What
-    goes past autograd, into ``main_grad`` or to ``backward_dw``, is left to you.
+    Use it for models whose layers were made with ``etp_group`` or ``ep_group``;
+    :func:`~minifloat.distributed.parallelize` calls it. Sharded weights reduce their own gradients and are skipped.
+    Experts' gradients, sums over the tokens of ``ep_group``, are reduced over the other groups; ``"mean"`` divides
+    them, like dense ones, by the number of all ranks. Gradients of sharded rows of experts, which ``etp_reduction``
+    divides, are also divided by the size of ``ep_group``. Call it once, on the module whose forward runs first. It does
+    not reduce ``main_grad`` or gradients of ``backward_dw``.
 
     Args:
         groups: the ranks: ``etp_group``, ``ep_group``, and those of data parallelism where it is not
@@ -143,14 +143,14 @@ def _replicas(groups: Sequence[Group], ep_group: Group) -> list[Group]:
 
 @checked
 def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Wraps ``module`` in ``DistributedDataParallel``, so that ranks compute what one process would with all data.
+    """Wraps ``module`` in ``DistributedDataParallel``; ranks give the results of one process with all data.
 
-    Three things differ from wrapping it oneself:
+    It differs from ``DistributedDataParallel(module)`` in three ways:
 
-    - Quantized parameters are sent to the other ranks as codes and scales, and with them the values before the first
-      cast. DDP sends what they stand for, and each rank casts it again.
-    - Delayed scaling's buffers are left alone from the start, and not only after a first forward that is not compiled.
-    - A linear whose weight gradient would never be reduced is refused at once.
+    - It sends quantized parameters as codes and scales, with the values before the first cast. DDP sends dequantized
+      values, and each rank casts them again.
+    - It never broadcasts delayed scaling's buffers; DDP does until a first forward that is not compiled.
+    - It refuses at once a linear whose weight gradient would never be reduced.
 
     Make optimizers afterwards: masters then start from the first rank's values.
 

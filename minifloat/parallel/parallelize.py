@@ -76,7 +76,7 @@ def parallelize(
     prefetch: Count = 1,
     prefetch_bytes: Count | None = None,
 ) -> nn.Module:
-    """Shares the layers of ``model`` out over ranks, which all have the whole of it, in place.
+    """Shards the layers of ``model`` over ranks, in place; before the call every rank has the full model.
 
     ==========  ========  ===========================================================================================
     dim         data      what a rank keeps
@@ -90,17 +90,16 @@ def parallelize(
     ``"dp"``    its own   the same as the other ranks of this dim
     ==========  ========  ===========================================================================================
 
-    Gradients of all parameters are reduced over ``"etp"``, ``"eetp"``, ``"ep"`` and ``"dp"``, in backward: do without
-    ``DistributedDataParallel``. Those of experts are sums over ``"ep"`` already, which ``"mean"`` divides by its size.
-    The forward of ``model`` itself must run, whose hook finds the parameters.
+    Backward reduces gradients of all parameters over ``"etp"``, ``"eetp"``, ``"ep"`` and ``"dp"``, without
+    ``DistributedDataParallel``. Gradients of experts are already sums over ``"ep"``; ``"mean"`` divides them by its
+    size. Call ``model`` itself: a hook of its forward finds the parameters.
 
     Over ``"tp"`` each :class:`~minifloat.TransformerLayer`, :class:`~minifloat.MultiheadAttention` and
-    :class:`~minifloat.LayerNormMLP` becomes what ``set_parallel_mode=True`` would have made of it, with the values it
-    has, on the ``meta`` device too. Modules stay the objects that they are, with recipes, names, hooks and delayed
-    scaling's state; sharded parameters are new objects, so optimizers are made afterwards. Parameters that modules
-    share stay shared where all of these are sharded alike. Of a quantized parameter the piece is cast anew, from the
-    values before the first cast if these were preserved, else from what its codes stand for. See
-    ``docs/distributed.md``.
+    :class:`~minifloat.LayerNormMLP` is split as by ``set_parallel_mode=True`` and keeps its values, on the ``meta``
+    device too. Modules stay the same objects, with recipes, names, hooks and delayed scaling's state; sharded
+    parameters are new objects, so make optimizers afterwards. Parameters that modules share stay shared if all of these
+    are sharded alike. A piece of a quantized parameter is cast again, from the values before the first cast if these
+    were preserved, otherwise from the dequantized values. See ``docs/distributed.md``.
 
     Args:
         model: the same on all ranks: sizes and values.

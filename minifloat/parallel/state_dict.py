@@ -323,13 +323,12 @@ torch.serialization.add_safe_globals([SavedShard])
 
 @checked
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Returns ``model.state_dict()`` with a :class:`SavedShard` of each tensor of which ranks have different parts.
+    """Returns ``model.state_dict()`` with a :class:`SavedShard` for each sharded tensor.
 
-    The rest are plain tensors. All are the memory of the model: what is loaded into them is loaded into it, but for
+    Replicated tensors are plain. Entries share the model's memory, so loading into them loads the model, except for
     delayed scaling's histories of another length and for quantized parameters, which :func:`load_sharded_state_dict`
-    sees to. Of the latter an entry is a copy: the values that the codes stand for, in the parameter's dtype, cast again
-    when they are loaded. Layers have histories from their first step or from ``prepare`` on, and a checkpoint's can be
-    loaded from then on.
+    handles. A quantized parameter's entry is a copy, dequantized in its dtype, and is cast again when it is loaded. A
+    checkpoint's histories can be loaded once layers have theirs, from their first step or from ``prepare`` on.
 
     Raises:
         ValueError: layers are sharded over different groups; a parameter is a DTensor of columns; ranks do not share
@@ -362,9 +361,9 @@ def _check_histories(model: nn.Module) -> None:
 
 @checked
 def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Loads what :func:`sharded_state_dict` of this model gave, whatever is in it by now, by ``load_state_dict``.
+    """Loads the state of :func:`sharded_state_dict` into the model, by ``load_state_dict``.
 
-    An entry may also be the whole as a plain tensor, as an unsharded model's ``sharded_state_dict`` has it.
+    An entry may also be a full plain tensor, as in an unsharded model's ``sharded_state_dict``.
 
     Returns:
         What ``load_state_dict`` returns.
@@ -384,10 +383,10 @@ def load_sharded_state_dict(model: nn.Module, state: Mapping[str, Any], *, stric
 
 @checked
 def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Returns a PyTorch optimizer's state alike: ``state.<name>.<parameter's key>`` and ``param_groups``.
+    """Returns a PyTorch optimizer's state in the same form: ``state.<name>.<parameter's key>`` and ``param_groups``.
 
-    State of the size of its parameter is cut as that is; a number is the same on all ranks. An optimizer that has not
-    stepped yet gets its state by a step with a learning rate and gradients of 0.
+    State of the size of its parameter is split like it; a number is equal on all ranks. An optimizer that has not
+    stepped gets its state by a step with a learning rate and gradients of 0.
 
     Raises:
         ValueError: some state has neither the size of its parameter nor is a number; a parameter is quantized.
@@ -401,7 +400,7 @@ def sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict
 
 @checked
 def load_sharded_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Gives the optimizer what :func:`sharded_optimizer_state_dict` of it gave, whatever is in it by now.
+    """Loads the state of :func:`sharded_optimizer_state_dict` into the optimizer.
 
     Raises:
         KeyError: something is missing.

@@ -66,7 +66,7 @@ def named(name: str) -> Recipe:
 
 
 def from_dict(values: Mapping[str, Any], callables: Mapping[str, Callable[..., Any]] | None = None) -> Recipe:
-    """Reads the recipe that :meth:`Recipe.to_dict` wrote down. Nothing that the dict says is imported or run.
+    """Reads a recipe from the dict of :meth:`Recipe.to_dict`, from which nothing is imported or run.
 
     Args:
         callables: the functions that the dict may name, by those names: ``{"factories:by_role": by_role}``.

@@ -24,7 +24,7 @@ from minifloat.tensor import operand_ops
 
 
 class Gatherer(Protocol):
-    """Gatherer of a tensor from the shards of other ranks, one orientation at a time, as FSDP2's hooks do."""
+    """Gathers a tensor from the shards of other ranks, one orientation at a time, for FSDP2's hooks."""
 
     def fetch(self, *dims: int) -> None:
         """Fetches the operands that serve ``dims``, where they are not there; a collective."""

@@ -21,8 +21,8 @@ from minifloat.tensor.quantized_tensor import QuantizedTensor, check_form
 class SavedRows(QuantizedTensor):
     """A range of rows of ``source``, in its memory, into which codes are copied range by range.
 
-    A range of rows of a :class:`QuantizedTensor` refuses codes of another scale where it is one scale for the tensor.
-    These take them: a checkpoint has the rest of the rows in the same scale, and DCP sees to it that all are loaded.
+    A range of rows of a :class:`QuantizedTensor` with one scale refuses codes of another scale. ``SavedRows`` accepts
+    them: in a checkpoint all rows have the new scale, and DCP loads all of them.
     """
 
     source: QuantizedTensor

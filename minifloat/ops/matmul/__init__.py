@@ -40,9 +40,8 @@ _counters: list[Counter[Gemm]] = []
 def count_gemms() -> Iterator[Counter[Gemm]]:
     """Counts the GEMMs executed inside, by kind, operand formats and backend.
 
-    A captured CUDA graph runs without Python and is counted once, at its capture. A product that a layer leaves in
-    high precision is counted where the layer calls it, which a compiled graph does not; nor does it count products that
-    it calls of PyTorch directly: on a GPU those with one scale a tensor, or a row, of sizes that need no padding.
+    A CUDA graph is counted once, at its capture. Products in high precision count in eager layers alone. Compiled
+    graphs also omit products that are PyTorch's own: on a GPU, unpadded ones with one scale a tensor or a row.
     """
     counter: Counter[Gemm] = Counter()
     _counters.append(counter)

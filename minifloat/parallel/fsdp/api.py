@@ -50,23 +50,23 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
 ) -> nn.Module:
-    """Shards parameters as ``torch.distributed.fsdp.fully_shard`` does, and gathers weights quantized.
+    """Shards parameters like ``torch.distributed.fsdp.fully_shard``, and gathers weights as codes.
 
-    Call it bottom-up, as PyTorch's own, and on the whole model in the end. What is sharded stays a DTensor in high
-    precision: optimizers, clipping and checkpoints are those of any FSDP2 model. The weight of a
-    :class:`~minifloat.Linear`, also as a part of a fused module, whose own recipe quantizes weights, is gathered as
-    codes and scales: those of quantizing the full weight, of one parameter or of several, bit for bit, whatever the
-    number of rows and of ranks; so is each expert's of a :class:`~minifloat.GroupedLinear` and of converted experts.
-    Each pass sends the orientation that it reads. The rest is gathered in high precision, as in PyTorch: norms,
-    embeddings, biases, and weights that :func:`sharded_weights` does not list.
+    Call it bottom-up, like PyTorch's, and on the whole model at the end. Shards stay DTensors in high precision:
+    optimizers, clipping and checkpoints are those of any FSDP2 model. If a layer's own recipe quantizes weights, the
+    weight of a :class:`~minifloat.Linear`, alone or in a fused module, is gathered as codes and scales, equal to those
+    of the quantized full weight, bit for bit, for any number of rows and of ranks; so is each expert's weight of a
+    :class:`~minifloat.GroupedLinear` and of converted experts. Each pass gathers the orientation that it reads. All
+    else is gathered in high precision, as in PyTorch: norms, embeddings, biases, and weights that
+    :func:`sharded_weights` does not list.
 
-    Weights are cast from the sharded parameters, once at the start of each forward of the outermost module, with
-    one all-reduce for all amaxes. ``mp_policy.param_dtype`` is the dtype of what they stand for in the layer, and of
-    their gradients, not one that they are rounded to first. Delayed scaling's buffers are not sharded; the ranks of
-    ``mesh`` must reduce its amaxes, which they do unless told otherwise.
+    Weights are cast from the sharded parameters, once at the start of each forward of the outermost module, with one
+    all-reduce for all amaxes. ``mp_policy.param_dtype`` is the logical dtype of the gathered weight and of its
+    gradient; weights are not rounded to it before the cast. Delayed scaling's buffers are not sharded; the ranks of
+    ``mesh`` must reduce its amaxes, as they do by default.
 
-    Experts that an ``ep_group`` shares out take a call of their own, over ranks that have the same ones; their
-    gradients, sums over the tokens of ``ep_group``, are divided by its size, too.
+    Experts distributed over an ``ep_group`` take a separate call, over ranks that have the same experts; their
+    gradients, sums over the tokens of ``ep_group``, are also divided by its size.
 
     Args:
         mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params: as of PyTorch's. Over two dims of a mesh
@@ -122,10 +122,10 @@ def fully_shard(
 
 @checked
 def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
-    """Lists the parameters below ``module`` that are gathered as codes: by name, the formats, rowwise and columnwise.
+    """Lists the parameters in ``module`` that are gathered as codes: by name, their rowwise and columnwise formats.
 
-    Of linears these are all weights but those that several modules share, transposed ones, ones that backward reads in
-    high precision, and ones of several parameters (``parameters_split``) with a block of rows that lies in two of them.
+    It omits weights that several modules share, transposed ones, ones that backward reads in high precision, and ones
+    of several parameters (``parameters_split``) that share a block of rows.
     """
     names = {each: name for name, each in module.named_modules()}
     found = {}
@@ -260,11 +260,11 @@ def _cast(parameters: list[ShardedParameter]) -> None:
 @checked
 @torch.no_grad()
 def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank0: bool = False) -> dict[str, Any]:
-    """Gathers ``model.state_dict()`` as the unsharded model has it, for its ``load_state_dict``; a collective.
+    """Gathers the state dict of the unsharded model, for its ``load_state_dict``; a collective.
 
     Quantized parameters are full :class:`~minifloat.QuantizedTensor`, with the codes and scales of the shards, bit for
-    bit. ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` gives the values that they stand for instead,
-    which another cast may round otherwise.
+    bit. ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` gives dequantized values instead, which
+    another cast may round differently.
 
     Args:
         device: where all tensors are put, one by one; None: each stays where the model is.
@@ -285,10 +285,10 @@ def full_state_dict(model: nn.Module, *, device: Device | None = None, only_rank
 def load_full_state_dict(
     model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, from_rank0: bool = False
 ) -> None:
-    """Loads what :func:`full_state_dict`, or the unsharded model's ``state_dict()``, gave; a collective.
+    """Loads a state dict of :func:`full_state_dict` or of the unsharded model; a collective.
 
-    Where codes go to a parameter of the same formats they are taken as they are. All else is a cast of the values, with
-    amaxes that the ranks reduce: codes of another recipe, or high precision, give those of the unsharded model.
+    Codes are copied to a parameter of the same formats. Otherwise values are cast with amaxes that the ranks reduce:
+    codes of another recipe, or high precision, give the codes of the unsharded model.
 
     Args:
         state: on every rank, or with ``from_rank0`` on rank 0, which sends the others one tensor after the other.
