@@ -60,9 +60,9 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         enabled: False leaves those modules in high precision.
         calibrating: with ``enabled=False``, records amaxes for delayed scaling while computing in high precision.
         recipe: a recipe or its short name; default :func:`get_default_recipe`.
-        amax_reduction_group: the ranks that agree on delayed scaling's amaxes; default all ranks.
-        check_finite: for debugging: linears of eager code inside, also of nested contexts, look whether input, weight
-            and ``grad_output`` are finite. Waits for the device in each; parts of fused modules run one by one.
+        amax_reduction_group: the ranks that reduce delayed scaling's amaxes; default all ranks.
+        check_finite: for debugging: eager linears inside, also of nested contexts, check that input, weight and
+            ``grad_output`` are finite. Each waits for the device; parts of fused modules are called in turn.
         batch_invariant: a row's result in the forward of linears, grouped linears and routers inside, also of nested
             contexts, has the same bits for any number of rows, any order and any grouping (``docs/numerics.md`` 3.7).
 

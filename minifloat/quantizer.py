@@ -173,9 +173,9 @@ _casts: dict[tuple[tuple[Quantizer, ...], str, tuple[int, ...]], Casts] = {}
 
 
 def casts(quantizers: Sequence[Quantizer], gemm_ready_on: str = "", emit_bf16: tuple[int, ...] = ()) -> Casts:
-    """Prepares casts of tensors with ``quantizers``; ``gemm_ready_on`` as of :meth:`Quantizer.layouts`.
+    """Prepares casts of tensors with ``quantizers``; ``gemm_ready_on`` as in :meth:`Quantizer.layouts`.
 
-    What casts the same tensors again and again keeps the result. ``emit_bf16``: as of :class:`Casts`.
+    What casts the same tensors again and again keeps the result. ``emit_bf16``: as in :class:`Casts`.
     """
     key = tuple(quantizers), gemm_ready_on, emit_bf16
     known = None if torch.compiler.is_compiling() else _casts.get(key)

@@ -308,7 +308,7 @@ def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group) -> Tensor:
 
 
 def start_all_reduce(x: Tensor, group: Group, *, mean: bool = False) -> Pending[Tensor]:
-    """Starts :func:`all_reduce`; ``mean``: as of :func:`start_reduce_scatter_rows`."""
+    """Starts :func:`all_reduce`; ``mean``: as in :func:`start_reduce_scatter_rows`."""
     if group.size == 1 or x.numel() == 0:
         return Pending([], lambda: x)
     if torch.compiler.is_compiling():

@@ -252,7 +252,7 @@ def _return_rows(values: Tensor, unit: int, shards: ShardMap, group: Group) -> T
 def gather(
     part: Quantized, shards: ShardMap, group: Group, *, rowwise: bool, columnwise: bool, gemm_ready: bool = False
 ) -> Quantized:
-    """Gathers the quantized matrix [sum(rows), K] from the parts of all ranks; arguments as of :func:`start_gather`."""
+    """Gathers the quantized matrix [sum(rows), K] from the parts of all ranks; arguments as in :func:`start_gather`."""
     dims = [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
     return _start([part], shards, group, dims, gemm_ready, overlapped=False).wait()[0]
 

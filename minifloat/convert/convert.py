@@ -109,21 +109,22 @@ def convert(
 
     Args:
         model: any module.
-        recipe: the own recipe of each converted layer, or its short name, which wins over ``autocast``; None: they take
-            what ``autocast`` gives; ``"none"``: convert nothing but what ``rules`` say.
+        recipe: recipe of each converted layer, or its short name, which takes precedence over ``autocast``; None:
+            layers use the recipe of ``autocast``; ``"none"``: convert only layers that ``rules`` name.
         filter_fn: called with a linear and its first name, says whether it is converted; by default
             ``DefaultFilter(model)``, which is not asked about this library's own linears.
         rules: pairs of a glob pattern for dotted names (``*`` matches dots too) and a recipe, a short name, None or
-            ``"none"``, which keeps layers in high precision inside of ``autocast`` too. The first that matches wins,
-            over ``filter_fn`` and ``recipe``. Names are those of ``named_modules()`` without what wrappers put between.
+            ``"none"``, which keeps layers in high precision inside of ``autocast`` too. The first match decides, before
+            ``filter_fn`` and ``recipe``. Names are those of ``named_modules()`` without the parts of wrappers.
         quantize_weights: True replaces the weights of converted layers by quantized parameters
             (:class:`~minifloat.QuantizedTensor`), cast once, with no copy in high precision, in the format of
             ``quantized_model_init`` inside of it, else of each layer's recipe. They are new parameters: make optimizers
-            afterwards. Of experts in one parameter each gets its own. Weights of ``Conv1D``, and those that others
-            have too stay as they are, with a warning. None: True inside of ``quantized_model_init``, else False.
+            afterwards. Each expert of a joint parameter gets its own. Weights of ``Conv1D``, and shared weights, do not
+            change, with a warning. None: True inside of ``quantized_model_init``, else False.
 
     Returns:
-        What was converted and what was left alone, and why; print it. If that is nothing, a ``UserWarning`` says why.
+        A report of converted and skipped layers, with reasons; print it. If no layer was converted, a ``UserWarning``
+        says why.
 
     Raises:
         TypeError: ``model``, ``recipe`` or a rule is not one. Nothing was changed.

@@ -57,7 +57,7 @@ def export(
     Args:
         model: any module in which layers of minifloat are, in ``eval()`` mode. Layers without a recipe of their own
             take that of the ``autocast`` that surrounds the call.
-        args, kwargs, dynamic_shapes, strict, options: as of ``torch.export.export``.
+        args, kwargs, dynamic_shapes, strict, options: as in ``torch.export.export``.
 
     Returns:
         A program for ``torch.export.save`` or ``torch._inductor.aoti_compile_and_package``. A process that loads it

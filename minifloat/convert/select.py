@@ -253,11 +253,11 @@ class LeftAlone:
     """Layer, or another module that holds matrices, that stays as it was.
 
     Attributes:
-        names: as of :class:`Converted`.
+        names: as in :class:`Converted`.
         kind: the name of its class.
         shape: (out_features, in_features); None if it is not a linear.
         reason: why, in words.
-        num_experts: as of :class:`Converted`.
+        num_experts: as in :class:`Converted`.
     """
 
     names: tuple[str, ...]

@@ -89,7 +89,7 @@ class GroupLayout(NamedTuple):
 
 
 def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, layer: object) -> GroupLayout:
-    """Returns the layout of the rows of ``x`` [..., width] in groups; ``m_splits``: as of ``GroupedLinear.forward``."""
+    """Returns the layout of the rows of ``x`` [..., width] in groups; ``m_splits``: as in ``GroupedLinear.forward``."""
     rows = x.numel() // width if width else x.shape[:-1].numel()
     layout = m_splits
     if not isinstance(layout, GroupLayout):

@@ -168,7 +168,7 @@ class GraphedCallable:
         """Replays the forward. In another mode (``train``, gradients) than at the capture the module itself runs.
 
         Args:
-            is_first_microbatch: as of :class:`~minifloat.Linear`; without ``cache_quantized_params`` each call casts
+            is_first_microbatch: as in :class:`~minifloat.Linear`; without ``cache_quantized_params`` each call casts
                 the weights.
 
         Raises:

@@ -32,8 +32,8 @@ class RotaryPositionEmbedding(nn.Module):
     """Computes the angles ``position * rotary_base^(-2 i / dim)`` of each position and pair ``i`` of channels, in fp32.
 
     Args:
-        dim: channels of a head; ``int(dim * rotary_percent)`` of them, an even number, are turned.
-        rotary_percent: the part of a head that is turned, its first channels; above 0, at most 1.
+        dim: channels of a head; ``int(dim * rotary_percent)`` of them, an even number, are rotated.
+        rotary_percent: the rotated fraction of a head, its first channels; above 0, at most 1.
         seq_len_interpolation_factor: positions are divided by it (Chen et al. 2023).
         pretrained_max_position_embeddings: with a factor: sequences that end (``offset + max_seq_len``) beyond the
             factor times this are divided by ``end / pretrained_max_position_embeddings`` instead, so that they fit.
@@ -42,7 +42,7 @@ class RotaryPositionEmbedding(nn.Module):
         device: where the angles are computed; ``module.to`` moves it.
 
     Raises:
-        ValueError: nothing to turn, or an odd number of channels.
+        ValueError: no channel to rotate, or an odd number of channels.
     """
 
     inv_freq: Tensor
@@ -131,17 +131,19 @@ class DotProductAttention(nn.Module):
     Args:
         num_attention_heads: heads of the queries.
         kv_channels: channels of a head; a pair for those of queries and keys, and of values.
-        num_gqa_groups: heads of keys and values, which divide those of the queries; as many by default.
+        num_gqa_groups: heads of keys and values, a divisor of the query heads; by default the same number.
         attention_dropout: the probability that a weight is dropped while training, by PyTorch's generator.
         qkv_format: ``"sbhd"`` for [s, b, h, d], ``"bshd"`` for [b, s, h, d], ``"thd"`` for [tokens, h, d] packed.
-        attn_mask_type: ``"causal"`` aligns query and key 0, ``"causal_bottom_right"`` the last ones. ``"padding"`` and
-            its combinations leave out padding; ``"arbitrary"`` takes any mask. Packed sequences are always apart.
-        window_size: ``(left, right)``, how many keys before and behind its own position a query sees; -1 for all.
-        bottom_right_diagonal: where that position lies if there are not as many keys as queries; None aligns
+        attn_mask_type: ``"causal"`` aligns query 0 with key 0, ``"causal_bottom_right"`` the last ones. ``"padding"``
+            and its combinations mask padding; ``"arbitrary"`` takes any mask. Packed sequences never attend to each
+            other.
+        window_size: ``(left, right)``, the number of keys before and after its own position that a query sees; -1 for
+            all.
+        bottom_right_diagonal: alignment of that position if the numbers of keys and queries differ; None aligns
             ``"causal"`` and ``"padding_causal"`` at the top left and everything else at the bottom right.
         softmax_scale: ``1 / sqrt(channels)`` of queries and keys by default.
         softcap: bounds scaled scores to ``softcap * tanh(score / softcap)`` (Gemma 2, 2024).
-        layer_number: what errors call the module.
+        layer_number: the module's number in errors.
 
     Raises:
         ValueError: options out of range or unknown.

@@ -32,8 +32,8 @@ class EtpEmbedding(EtpModule, nn.Embedding):
     ``nn.Embedding`` with the same seed. Without a group, or in one of one rank, it is an ``nn.Embedding``.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, device, dtype: V, D and the rest as of ``nn.Embedding``.
-        etp_group, etp_reduction: as of :class:`~minifloat.Linear`.
+        num_embeddings, embedding_dim, padding_idx, device, dtype: V, D and the rest as in ``nn.Embedding``.
+        etp_group, etp_reduction: as in :class:`~minifloat.Linear`.
         init_method: fills the whole table in place; default: as ``nn.Embedding``, normal.
         params_dtype: another name of ``dtype``.
     """
@@ -124,12 +124,12 @@ class VocabParallelEmbedding(EtpEmbedding):
     ``partition_stride``.
 
     Args:
-        num_embeddings, embedding_dim, device, dtype: V, D and the rest as of ``nn.Embedding``.
+        num_embeddings, embedding_dim, device, dtype: V, D and the rest as in ``nn.Embedding``.
         sequence_parallel: each rank gets its part of dim 0 of the result.
         tp_group, tp_mesh: the ranks: a process group, or one dim of a device mesh. ``tp_size``: their number.
         init_method: fills the whole table in place; default: as ``nn.Embedding``, normal.
         params_dtype: another name of ``dtype``.
-        etp_group, etp_reduction: ranks with other tokens share this rank's rows, as of :class:`EtpEmbedding`.
+        etp_group, etp_reduction: ranks with other tokens share this rank's rows, as in :class:`EtpEmbedding`.
 
     Raises:
         ValueError: the vocabulary is too small for so many ranks; arguments that contradict each other.
@@ -187,7 +187,7 @@ class VocabParallelEmbedding(EtpEmbedding):
         """Looks up tokens [S, ...], the same on all ranks: rows [S, ..., D], or this rank's part of dim 0 of them.
 
         Args:
-            tokens: int; one that is not from 0 to V - 1 is an error of indexing, as of ``nn.Embedding``.
+            tokens: int; one that is not from 0 to V - 1 is an error of indexing, as in ``nn.Embedding``.
             rows_per_rank: sequence parallel: how much of dim 0 each rank gets; default: equal parts.
 
         Raises:

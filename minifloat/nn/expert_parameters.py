@@ -179,7 +179,7 @@ class ExpertParameters(LinearState):
 
     @torch.no_grad()
     def _share_experts(self, ranks: Group, shared: MutableMapping[Tensor, nn.Parameter]) -> None:
-        """Keeps this rank's of all experts, in memory of their own; ``shared``: as of ``tensor_parallel.shard_rows``.
+        """Keeps this rank's of all experts, in memory of their own; ``shared``: as in ``tensor_parallel.shard_rows``.
 
         Separate parameters stay the objects that they are.
         """

@@ -31,18 +31,18 @@ class LayerNormLinear(parts.LayerOfParts):
     Args:
         in_features, out_features, bias, init_method, parameters_split, return_bias, recipe, name, params_dtype, dtype,
             device, fuse_wgrad_accumulation, delay_wgrad_compute, sequence_parallel, tp_group, tp_size, tp_mesh,
-            fused_parts, etp_group, etp_reduction: as of :class:`~minifloat.Linear`.
-        parallel_mode: ``"column"``, as of :class:`~minifloat.Linear`; every rank has the whole norm. Under sequence
+            fused_parts, etp_group, etp_reduction: as in :class:`~minifloat.Linear`.
+        parallel_mode: ``"column"``, as in :class:`~minifloat.Linear`; every rank has the whole norm. Under sequence
             parallelism X and the norm's result are this rank's rows.
-        eps, zero_centered_gamma: as of :class:`~minifloat.RMSNorm`.
+        eps, zero_centered_gamma: as in :class:`~minifloat.RMSNorm`.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         return_layernorm_output: forward also gives the norm's result, in the dtype of the activations.
-        recompute_norm: save the input of the norm, which its gradient needs anyway, and in backward recompute what the
-            linear reads of its result. Costs a norm and a cast, saves a byte an element in FP8. Has no effect where
-            ranks gather that result, each of which keeps its rows of it, nor under a ``backward_override``.
+        recompute_norm: save only the input of the norm, which its gradient needs anyway, and recompute the linear's
+            operand in backward. This costs a norm and a cast, and saves a byte an element in FP8. No effect if ranks
+            gather the norm's result, of which each keeps its rows, nor under a ``backward_override``.
 
     Raises:
-        ValueError: an unknown normalization, and as of the parts.
+        ValueError: an unknown normalization, and as in the parts.
     """
 
     @checked
@@ -154,28 +154,28 @@ class LayerNormMLP(parts.LayerOfParts):
 
     Args:
         hidden_size, ffn_hidden_size: widths of X and Y, and of the activation's result.
-        eps, zero_centered_gamma: as of :class:`~minifloat.RMSNorm`.
+        eps, zero_centered_gamma: as in :class:`~minifloat.RMSNorm`.
         bias, params_dtype, dtype, device, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute: of both linears
-            (``return_bias``: of the second), as of :class:`~minifloat.Linear`.
+            (``return_bias``: of the second), as in :class:`~minifloat.Linear`.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: gelu, qgelu, relu, srelu, silu, or, with an fc1 of twice the width, geglu, qgeglu, reglu, sreglu,
             swiglu, clamped_swiglu.
         activation_params: by name: ``limit``, ``alpha`` and ``glu_linear_offset`` of clamped_swiglu.
         init_method, output_layer_init_method: fill the weights of fc1 and fc2 in place.
         return_layernorm_output: forward also gives the norm's result.
-        checkpoint: save X alone (with a residual their sum), and recompute the rest in backward.
-        recompute_norm: of norm and fc1, as of :class:`~minifloat.LayerNormLinear`.
-        recompute_activation: the same of activation and fc2: save the input of the activation, which its gradient needs
-            anyway, and in backward recompute what fc2 reads of its result.
-        recipe: of both linears, as of :class:`~minifloat.Linear`.
-        set_parallel_mode: fc1 is column-parallel, each half of a gated one by itself, and fc2 row-parallel, over the
-            ranks of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them. The sizes given are those of all ranks.
+        checkpoint: save only X (or the sum of X and a residual), and recompute the rest in backward.
+        recompute_norm: of norm and fc1, as in :class:`~minifloat.LayerNormLinear`.
+        recompute_activation: save only the input of the activation, which its gradient needs anyway, and recompute
+            fc2's operand in backward.
+        recipe: of both linears, as in :class:`~minifloat.Linear`.
+        set_parallel_mode: fc1 is column-parallel, each half of a gated one separately, and fc2 row-parallel, over the
+            ``tp_size`` ranks of ``tp_group`` or ``tp_mesh``. Arguments are sizes of the full layer.
         sequence_parallel: X and Y are split by rows over the same ranks; see :class:`~minifloat.Linear`.
-        etp_group, etp_reduction: of both linears, as of :class:`~minifloat.Linear`.
+        etp_group, etp_reduction: of both linears, as in :class:`~minifloat.Linear`.
         name: recipes and errors call the linears ``name.fc1`` and ``name.fc2``; without it ``fc1`` and ``fc2``.
 
     Raises:
-        ValueError: an unknown normalization or activation or parameter of one, and as of the parts.
+        ValueError: an unknown normalization or activation or parameter of one, and as in the parts.
     """
 
     @checked

@@ -63,26 +63,26 @@ class GroupedLinear(ExpertParameters):
 
     Args:
         num_gemms: the number of experts, E; without ``ep_group`` G is E.
-        in_features, out_features, bias, device, dtype, params_dtype, init_method: of each, as of ``Linear``.
-        recipe, name: as of ``Linear``.
-        single_grouped_weight: keep all weights as one parameter ``weight`` [G, N, K], in lieu of one for each expert,
-            ``0.weight`` and so on; a checkpoint of either loads.
-        single_grouped_bias: the same of biases, ``bias`` [G, N].
-        fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input, return_bias: as of ``Linear``; ``main_grad``
+        in_features, out_features, bias, device, dtype, params_dtype, init_method: of each, as in ``Linear``.
+        recipe, name: as in ``Linear``.
+        single_grouped_weight: one parameter ``weight`` [G, N, K] for all experts, instead of one for each, ``0.weight``
+            and so on; a checkpoint of either loads.
+        single_grouped_bias: the same for biases, ``bias`` [G, N].
+        fuse_wgrad_accumulation, delay_wgrad_compute, save_original_input, return_bias: as in ``Linear``; ``main_grad``
             is that of each parameter.
-        etp_group, etp_reduction: as of ``Linear``; the rows of each expert's weight are shared out alike, and those of
-            all experts are cast and gathered together. Biases are whole on each rank.
-        ep_group: the ranks that share out the experts, G = E / p consecutive ones each, whose numbers their names keep.
-            X has the rows of this rank's experts: :class:`~minifloat.GroupedMLP` sends tokens to where they are.
+        etp_group, etp_reduction: as in ``Linear``; the rows of all experts' weights are sharded in the same way, and
+            are cast and gathered together. Biases are replicated.
+        ep_group: ranks that distribute the experts, G = E / p consecutive ones each, which keep their numbers in their
+            names. X has the rows of this rank's experts; :class:`~minifloat.GroupedMLP` sends tokens to them.
 
-    Separate weights that start in one piece of memory are multiplied there; once they are not neighbours any more (as
-    where something assigns ``.data``) they are copied together in each forward. Under delayed scaling each expert has
-    scales of its own, in ``forward_scaling`` and ``backward_scaling``: those of all inputs, then of all weights.
-    ``quantized_model_init`` keeps each weight quantized as that of a ``Linear``, as a parameter of its own.
+    Separate weights are multiplied in place while they are adjacent in memory; otherwise (as after an assignment of
+    ``.data``) each forward copies them together. Under delayed scaling each expert has its own scales, in
+    ``forward_scaling`` and ``backward_scaling``: first of all inputs, then of all weights. ``quantized_model_init``
+    keeps each weight quantized, like a ``Linear``'s, as a separate parameter.
 
     Raises:
-        TypeError, ValueError: as of ``Linear``.
-        ValueError: E that no p ranks share alike.
+        TypeError, ValueError: as in ``Linear``.
+        ValueError: E is not a multiple of the number of ranks.
     """
 
     @checked
@@ -170,7 +170,7 @@ class GroupedLinear(ExpertParameters):
                 with the same routing may share. Rows of X beyond their sum are not read; those of Y and dX are 0.
                 Counts on the device are not waited for: negative ones are taken for 0, and more rows than there are for
                 all that there are, but under ``autocast(check_finite=True)``, which waits, they raise.
-            is_first_microbatch: as of ``Linear``.
+            is_first_microbatch: as in ``Linear``.
             fp8_output: return Y quantized, as one matrix, as the next layer would that knows no experts.
             out: memory for Y, contiguous, of its shape and dtype: kernels write there, and Y is another view of it.
             dgrad_out: the same for dX, the gradient that backward returns for X. The caller sees to it that nobody

@@ -29,7 +29,7 @@ from minifloat.recipe import Recipe
 
 
 class GroupedMLP(parts.LayerOfParts):
-    """The MLPs of all experts: fc2(activation(fc1(X))) on rows that are sorted by expert.
+    """MLPs of all experts, fc2(activation(fc1(X))), on rows sorted by expert.
 
     ======  ==========================  =============================
     tensor  shape                       what
@@ -42,18 +42,18 @@ class GroupedMLP(parts.LayerOfParts):
     Args:
         num_experts: E.
         hidden_size, ffn_hidden_size, bias, activation, activation_params, init_method, output_layer_init_method,
-            params_dtype, dtype, device, recipe, name: of each, as of :class:`~minifloat.LayerNormMLP`.
-        single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute, etp_group, etp_reduction: as of
+            params_dtype, dtype, device, recipe, name: of each, as in :class:`~minifloat.LayerNormMLP`.
+        single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute, etp_group, etp_reduction: as in
             :class:`~minifloat.GroupedLinear`; of W1 and W2 a rank holds some rows for each expert.
-        ep_group: the ranks that share out the experts, E / p each (``functional/expert_parallel.py``); each rank gives
+        ep_group: ranks that distribute the experts, E / p each (``functional/expert_parallel.py``); each rank passes
             its own tokens. Gradients of experts are sums over the tokens of all ranks.
-        recompute_activation: save the input of the activation, which its gradient needs anyway, and in backward
-            recompute what fc2 reads of its result.
-        saved_activation: keep that input for backward in ``"mxfp8"`` or ``"mxfp4"`` and not as it is: the gradients of
-            the activation and of probabilities are those of these values, and so is what is recomputed.
+        recompute_activation: save only the input of the activation, which its gradient needs anyway, and recompute
+            fc2's operand in backward.
+        saved_activation: save that input in ``"mxfp8"`` or ``"mxfp4"``: the gradients of the activation and of
+            probabilities, and the recomputed operand, use the decoded values.
 
-    The kernel of the activation casts or finds amaxes, and its results are those of the parts one after the other, to
-    the bit (``docs/layers.md`` has two exceptions). They do run so where one has no recipe, hooks, a
+    The kernel of the activation casts or finds amaxes; results equal, to the bit, those of the parts called in turn
+    (``docs/layers.md`` has two exceptions). The parts are called in turn if one has no recipe, has hooks, a
     ``backward_override`` or ``save_original_input``, or was replaced.
     """
 
@@ -100,7 +100,7 @@ class GroupedMLP(parts.LayerOfParts):
         )
 
     def _share_experts(self, ranks: Group, shared: MutableMapping[Tensor, nn.Parameter]) -> None:
-        """Keeps this rank's of all experts, as of :class:`GroupedLinear`."""
+        """Keeps this rank's of all experts, as in :class:`GroupedLinear`."""
         for fc in (self.fc1, self.fc2):
             fc._share_experts(ranks, shared)
         self.ep_group = ranks
@@ -121,17 +121,17 @@ class GroupedMLP(parts.LayerOfParts):
         """X [M, hidden_size], rows sorted by expert, to Y of the same shape; or tokens [T, hidden_size] to tokens.
 
         Args:
-            m_splits: as of :meth:`GroupedLinear.forward`, of this rank's experts under ``ep_group``; or a
+            m_splits: as in :meth:`GroupedLinear.forward`, of this rank's experts under ``ep_group``; or a
                 :class:`~minifloat.functional.Routing` of k choices for each of T tokens, of all ranks' experts: each is
                 read where its k rows are cast, and gets the sum of their results.
-            is_first_microbatch: as of :meth:`GroupedLinear.forward`.
+            is_first_microbatch: as in :meth:`GroupedLinear.forward`.
             probabilities: of the rows, [M], or with a routing of the choices, [T, k]: factors of Y. Without biases they
                 are multiplied to the activation, in fp32, before it is rounded and cast. Their gradient is fp32.
             meanwhile: is called while results of tokens travel between ranks, if they do: what it computes of these
                 tokens costs less there. Its backward runs while gradients travel.
 
         Raises:
-            TypeError, ValueError: as of ``GroupedLinear``, ``permute`` and ``unpermute``.
+            TypeError, ValueError: as in ``GroupedLinear``, ``permute`` and ``unpermute``.
         """
         check_tensor(x, self)
         if isinstance(m_splits, Routing):

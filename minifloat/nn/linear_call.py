@@ -57,7 +57,7 @@ def prepare_call(
 ) -> Prepared:  # fmt: skip
     """Prepares one call under ``recipe``, with activations in ``dtype``; ``needs_x``: X may need a gradient.
 
-    ``exchange``: the layer's, with the rows of this call; the others as of :class:`Options`.
+    ``exchange``: the layer's, with the rows of this call; the others as in :class:`Options`.
     """
     # Asked here, since Dynamo may compile this without its caller; ``is_compiling()`` itself takes two calls.
     compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag

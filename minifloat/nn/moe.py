@@ -61,28 +61,27 @@ class MoE(parts.LayerOfParts):
         num_experts, top_k: E and k.
         bias, activation, activation_params, init_method, output_layer_init_method, params_dtype, dtype, device, recipe,
             name, single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute, recompute_activation,
-            saved_activation: as of :class:`GroupedMLP`, which the experts are.
-        shared_ffn_hidden_size: width of the MLP that every token goes through; None: there is none.
-        shared_gate: what it gives is multiplied by sigmoid(X w^T), as Qwen2-MoE's by ``shared_expert_gate``; w is the
+            saved_activation: as in :class:`GroupedMLP`, which the experts are.
+        shared_ffn_hidden_size: width of the shared MLP for every token; None: no shared MLP.
+        shared_gate: its result is multiplied by sigmoid(X w^T), as by Qwen2-MoE's ``shared_expert_gate``; w is the
             weight [1, H] of the part ``shared_gate``.
-        router: what gives probabilities, experts and a loss of tokens, in place of a
-            ``TopKRouter(hidden_size, num_experts, top_k, normalize_top_k=True)`` with the coefficient below; or further
-            arguments of that, as ``{"score_function": "sigmoid"}``. A module is given X [..., hidden_size], and
-            ``token_mask`` if there is one.
+        router: a module that returns probabilities, experts and a loss of X [..., hidden_size], and ``token_mask`` if
+            there is one; or arguments of the default ``TopKRouter(hidden_size, num_experts, top_k,
+            normalize_top_k=True)`` with the coefficient below, such as ``{"score_function": "sigmoid"}``.
         aux_loss_coefficient: of the router's load balancing loss.
-        expert_etp_group: the ranks that share out the rows of the experts' weights, as of :class:`GroupedMLP`.
-        ep_group: the ranks that share out the experts, as of :class:`GroupedMLP`: tokens travel to them and back.
-        etp_group: those that share out the rows of the shared MLP's, as of :class:`~minifloat.Linear`: others, or as
-            many, or none. The router is whole on each rank, and its gradients are reduced as all that is whole
-            (:func:`~minifloat.distributed.reduce_replicated`).
+        expert_etp_group: ranks that shard the rows of the experts' weights, as in :class:`GroupedMLP`.
+        ep_group: ranks that distribute the experts, as in :class:`GroupedMLP`: tokens are sent to them and back.
+        etp_group: ranks that shard the rows of the shared MLP's weights, as in :class:`~minifloat.Linear`; any number
+            of them. The router is replicated, and its gradients are reduced by
+            :func:`~minifloat.distributed.reduce_replicated`.
         etp_reduction: over either.
 
     Attributes:
         router_loss: of the latest forward; add :func:`router_losses` of the model to its loss.
-        expert_counts: int32 [E], how many choices each expert was in the latest forward, without dropped ones.
+        expert_counts: int32 [E], the choices of each expert in the latest forward, without dropped ones.
 
     Raises:
-        TypeError, ValueError: as of the parts; or there is no MLP for ``shared_gate``.
+        TypeError, ValueError: as in the parts; or there is no MLP for ``shared_gate``.
     """
 
     @checked
@@ -153,7 +152,7 @@ class MoE(parts.LayerOfParts):
         """Computes Y of the shape of X [..., hidden_size].
 
         Args:
-            is_first_microbatch: as of :class:`~minifloat.Linear`.
+            is_first_microbatch: as in :class:`~minifloat.Linear`.
             token_mask: bool [...]; tokens where it is False go to no expert.
         """
         y, loss, counts = self._run(x, is_first_microbatch, token_mask)
@@ -216,7 +215,7 @@ class LayerNormMoE(parts.LayerOfParts):
     Args:
         hidden_size, ffn_hidden_size, eps, normalization, zero_centered_gamma, return_layernorm_output, checkpoint: as
             of :class:`~minifloat.LayerNormMLP`; ``ffn_hidden_size`` is the width of each expert.
-        num_experts, top_k and the others: as of :class:`MoE`.
+        num_experts, top_k and the others: as in :class:`MoE`.
     """
 
     @checked

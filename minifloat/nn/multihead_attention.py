@@ -35,30 +35,30 @@ class MultiheadAttention(parts.LayerOfLinears):
 
     Args:
         hidden_size: width of X and Y.
-        num_attention_heads: query heads. ``num_gqa_groups``: key and value heads, default as many.
+        num_attention_heads: query heads. ``num_gqa_groups``: key and value heads, by default the same number.
         kv_channels: width of a head; default ``hidden_size / num_attention_heads``.
         attention_dropout, attn_mask_type, window_size, bottom_right_diagonal, softmax_scale, softcap, qkv_format,
-            layer_number: as of :class:`~minifloat.DotProductAttention`.
-        input_layernorm: normalize X first (``normalization``, ``layernorm_epsilon``, ``zero_centered_gamma``), as of
+            layer_number: as in :class:`~minifloat.DotProductAttention`.
+        input_layernorm: normalize X first (``normalization``, ``layernorm_epsilon``, ``zero_centered_gamma``), as in
             :class:`~minifloat.LayerNormLinear`.
         attention_type: ``"self"``, or ``"cross"``: keys and values come from ``encoder_output``.
         fuse_qkv_params: one parameter ``weight`` rather than ``query_weight``, ``key_weight`` and ``value_weight``;
             ``fuse_wgrad_accumulation`` needs it.
-        rotary_pos_interleaved: as ``interleaved`` of :class:`~minifloat.RotaryPositionEmbedding`.
+        rotary_pos_interleaved: ``interleaved`` of :class:`~minifloat.RotaryPositionEmbedding`.
         qk_norm_type: None, ``"RMSNorm"`` or ``"LayerNorm"``: normalizes each query and key head, with ``qk_norm_eps``,
             before or after the rotation (``qk_norm_before_rope``).
         bias, init_method, params_dtype, dtype, device, fuse_wgrad_accumulation, recipe, etp_group, etp_reduction: of
-            the linears, as of :class:`~minifloat.Linear`; ``output_layer_init_method``: of ``proj``.
-        return_bias: leave adding the bias of ``proj`` to the caller.
-        recompute_norm: of the input norm, as of :class:`~minifloat.LayerNormLinear`.
-        save_original_input: of ``proj``: what attention gives, and keeps itself, serves its backward too.
+            the linears, as in :class:`~minifloat.Linear`; ``output_layer_init_method``: of ``proj``.
+        return_bias: return the bias of ``proj``, which the caller adds.
+        recompute_norm: of the input norm, as in :class:`~minifloat.LayerNormLinear`.
+        save_original_input: of ``proj``: its backward reads the result of attention, which attention saves anyway.
         return_layernorm_output: forward also gives the input norm's result.
         name: recipes and errors call the linears ``name.qkv`` (``name.query``, ``name.key_value``) and ``name.proj``.
-        set_parallel_mode: each rank of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them, computes its share of the
-            heads: the linears before attention are column-parallel, query, key and value each by itself, and ``proj``
-            is row-parallel. The sizes given are those of all ranks, which draw different numbers for dropout.
+        set_parallel_mode: each rank of ``tp_group`` or ``tp_mesh``, ``tp_size`` of them, computes some of the heads:
+            the linears before attention are column-parallel, query, key and value each separately, and ``proj`` is
+            row-parallel. Arguments are sizes of the full layer; ranks draw different numbers for dropout.
         sequence_parallel: X, ``encoder_output`` and Y are split by rows over the same ranks, along the sequence (for
-            ``thd``: the tokens); attention sees all of it.
+            ``thd``: the tokens); attention sees the full sequence.
 
     With H query heads and G key and value heads of D channels, p ranks, s positions of S on a rank, b sequences:
 
@@ -189,7 +189,7 @@ class MultiheadAttention(parts.LayerOfLinears):
             rotary_pos_emb: angles for :func:`~minifloat.apply_rotary_pos_emb`, or those of queries and of keys.
             checkpoint_core_attention: recompute the attention product in backward rather than save its parts.
             attention_mask, cu_seqlens_q, cu_seqlens_kv, core_attention_bias, attn_mask_type, window_size,
-                bottom_right_diagonal: as of :meth:`DotProductAttention.forward`; of all heads and, under sequence
+                bottom_right_diagonal: as in :meth:`DotProductAttention.forward`; of all heads and, under sequence
                 parallelism, of the whole sequence.
             rows_per_rank: under sequence parallelism, how many positions (``thd``: tokens) of X and Y each rank has,
                 and of ``encoder_output`` ``encoder_rows_per_rank``; equally many if not given.

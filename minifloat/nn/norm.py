@@ -80,7 +80,7 @@ class LayerNorm(_Norm):
         normalized_shape: the sizes of the last dims, or the one size of the last.
         eps: added to the variance.
         zero_centered_gamma: scale by ``1 + weight``, which starts at 0.
-        params_dtype, dtype, device: as of :class:`~minifloat.Linear`.
+        params_dtype, dtype, device: as in :class:`~minifloat.Linear`.
 
     Raises:
         ValueError: ``normalized_shape`` is empty or not positive; an input that does not end in it, or that is neither

@@ -78,43 +78,43 @@ class TopKRouter(nn.Module):
 
     Args:
         hidden_size, num_experts, top_k: H, E, k.
-        score_function: what makes scores of logits.
-        score_before_top_k: of the logits of all E experts, by whose scores k are chosen; False: k are chosen by their
-            logits, and the score function is of these alone.
+        score_function: the function from logits to scores.
+        score_before_top_k: score all E logits and choose k experts by score; False: choose k by their logits and score
+            these alone.
         normalize_top_k: the probabilities of a token are divided by their sum.
-        num_groups, group_top_k: experts are in ``num_groups`` equal groups, in their order, and are chosen within the
-            ``group_top_k`` whose two best scores have the largest sum.
-        scaling_factor: what probabilities are multiplied by at last.
-        aux_loss_coefficient: of the load balancing loss ``E sum_e f_e P_e``: f_e is the part of all choices that expert
-            e is, P_e the mean of its share in the scores of a token; of the tokens of a forward on this rank.
-        seq_aux_loss_coefficient: of the mean over sequences of the same loss of each, Megatron's ``seq_aux_loss``.
-        seq_dim: the dim of the input [..., H] that has the tokens of a sequence: 0 of [sequence, batch, H].
+        num_groups, group_top_k: experts form ``num_groups`` equal groups, in their order, and are chosen within the
+            ``group_top_k`` groups whose two best scores have the largest sum.
+        scaling_factor: the final factor of probabilities.
+        aux_loss_coefficient: of the load balancing loss ``E sum_e f_e P_e``: f_e is the fraction of choices that name
+            expert e, P_e the mean of its share in a token's scores, over the tokens of a forward on this rank.
+        seq_aux_loss_coefficient: of the mean of that loss over sequences, Megatron's ``seq_aux_loss``.
+        seq_dim: the dim of the input [..., H] along a sequence: 0 of [sequence, batch, H].
         global_aux_loss_coefficient: of the same loss with choices counted over ``aux_loss_group``, Megatron's
-            ``global_aux_loss``: the mean of it over the ranks, as data parallelism takes it of gradients, is the loss
-            of all their tokens. All ranks must call a forward in training; in evaluation none waits for another, and
-            the loss is of this rank's tokens.
-        aux_loss_group: the ranks that have other tokens; None: this rank alone.
+            ``global_aux_loss``: its mean over the ranks, as data parallelism averages gradients, is the loss of all
+            their tokens. All ranks must call a forward in training; in evaluation ranks do not wait, and the loss
+            covers this rank's tokens.
+        aux_loss_group: the ranks with different tokens; None: this rank alone.
         z_loss_coefficient: of the mean of ``logsumexp(logits)^2``.
         expert_bias_rate: balance without a loss (DeepSeek-V3): the buffer ``expert_bias``, fp32 [E], is added to the
-            scores for the choice alone, and each :meth:`update_expert_bias` changes it by as much. None: no bias.
-        input_jitter_eps: in training the input is multiplied by numbers drawn uniformly from 1 - eps to 1 + eps, of its
-            dtype, one for each element: Switch Transformers, Megatron's ``moe_input_jitter_eps``. They are PyTorch's
-            generator's, so that a recomputation repeats them.
-        force_load_balancing: for benchmarks alone: standard normal numbers are drawn in the place of all logits, so
-            that experts get about as many tokens each, and the logits get their gradient; Megatron's
-            ``moe_router_force_load_balancing``.
-        capacity_factor: an expert takes ``ceil(T k / E * capacity_factor)`` tokens at most, in evaluation too; choices
-            beyond are dropped, as Megatron's ``moe_expert_capacity_factor`` does it without padding: their indices are
-            -1, and the other probabilities of the token stay as they are. The loss and the counts of
-            ``expert_bias_rate`` know all choices. None: nothing is dropped.
-        drop_policy: whom a full expert takes: "probs" the tokens of the largest probabilities, "position" the first.
+            scores for the choice alone, and each :meth:`update_expert_bias` changes it by this rate. None: no bias.
+        input_jitter_eps: in training each element of the input is multiplied by a number drawn uniformly from 1 - eps
+            to 1 + eps, in its dtype, by PyTorch's generator, so that a recomputation repeats it (Switch Transformers,
+            Megatron's ``moe_input_jitter_eps``).
+        force_load_balancing: for benchmarks alone: standard normal numbers replace all logits, so experts get about
+            equally many tokens, and the logits get their gradient; Megatron's ``moe_router_force_load_balancing``.
+        capacity_factor: an expert takes at most ``ceil(T k / E * capacity_factor)`` tokens, in evaluation too; further
+            choices are dropped, as with Megatron's ``moe_expert_capacity_factor`` without padding: their indices are
+            -1, and the token's other probabilities do not change. The loss and the counts of ``expert_bias_rate``
+            include all choices. None drops nothing.
+        drop_policy: choice of a full expert: "probs" keeps the tokens of the largest probabilities, "position" the
+            first.
         bias: the linear has a bias [E].
-        logits_dtype: in which the linear multiplies; None: the dtype of the input, or of ``torch.autocast``.
+        logits_dtype: dtype of the linear; None: the dtype of the input, or of ``torch.autocast``.
         init_method: fills the weight [E, H] in place; default: as ``nn.Linear``. The bias starts at 0.
-        params_dtype, dtype, device: as of :class:`~minifloat.Linear`.
+        params_dtype, dtype, device: as in :class:`~minifloat.Linear`.
 
     Raises:
-        ValueError: more experts are to be chosen than there are, groups are not equal, or arguments contradict.
+        ValueError: ``top_k`` exceeds the experts, groups are not equal, or arguments contradict each other.
     """
 
     weight: nn.Parameter

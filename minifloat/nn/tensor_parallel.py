@@ -153,7 +153,7 @@ def shard_rows(
     """Replaces the parameters of the weight, of which all ranks have the same, by this rank's rows of them.
 
     Args:
-        group, reduction, replicas: as of :class:`~minifloat.functional.etp.rows.Sharding`.
+        group, reduction, replicas: as in :class:`~minifloat.functional.etp.rows.Sharding`.
         shared: by the whole of each, the rows that other layers have: a parameter that layers share stays one.
     """
     rows = layer._rows_kind(layer, layer._weight_names, group, reduction, replicas)

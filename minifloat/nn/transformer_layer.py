@@ -57,36 +57,36 @@ class TransformerLayer(LayerOfLinears):
     Args:
         hidden_size, num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, window_size,
             bottom_right_diagonal, softmax_scale, softcap, fuse_qkv_params, rotary_pos_interleaved, qk_norm_type,
-            qk_norm_eps, qk_norm_before_rope, layer_number, set_parallel_mode, tp_group, tp_size, tp_mesh: as of
+            qk_norm_eps, qk_norm_before_rope, layer_number, set_parallel_mode, tp_group, tp_size, tp_mesh: as in
             :class:`~minifloat.MultiheadAttention`, of which ``self_attn_mask_type`` is the ``attn_mask_type`` and
             ``attn_input_format`` the ``qkv_format``.
-        ffn_hidden_size, activation, activation_params: as of :class:`~minifloat.LayerNormMLP`; ``checkpoint_mlp`` is
+        ffn_hidden_size, activation, activation_params: as in :class:`~minifloat.LayerNormMLP`; ``checkpoint_mlp`` is
             its ``checkpoint``.
         layernorm_epsilon, normalization, zero_centered_gamma, bias, init_method, output_layer_init_method,
             params_dtype, dtype, device, recipe, fuse_wgrad_accumulation: of all parts; etp_group, etp_reduction: of all
             but experts, which have theirs in ``moe``.
-        moe: a mixture of experts takes the place of the MLP, with these arguments of :class:`~minifloat.MoE`, as
+        moe: a mixture of experts replaces the MLP, with these arguments of :class:`~minifloat.MoE`, such as
             ``{"num_experts": 8, "top_k": 2}``; each expert is ``ffn_hidden_size`` wide. Not with tensor parallelism.
             With the format ``bshd`` the ``seq_dim`` of its ``TopKRouter`` is 1.
-        save_memory: backward recomputes what linears read, from what norms, attention and activation save anyway:
-            ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts, experts too.
+        save_memory: backward recomputes the operands of linears from tensors that norms, attention and activation save
+            anyway: ``recompute_norm``, ``save_original_input`` and ``recompute_activation`` of the parts, experts too.
         hidden_dropout: of the results of attention and MLP, by PyTorch's generator.
-        drop_path_rate: stochastic depth: the probability with which a sample of the batch goes past attention, and past
-            the MLP, each by itself. Not with the format ``thd``, where the layer sees no samples.
-        layer_type: ``"encoder"``, or ``"decoder"``: attention to ``encoder_output`` stands between the two, with
+        drop_path_rate: stochastic depth: the probability with which a sample of the batch skips attention, and
+            independently the MLP. Not with the format ``thd``, which has no samples.
+        layer_type: ``"encoder"``, or ``"decoder"``: attention to ``encoder_output`` comes between the two, with
             ``enc_dec_attn_mask_type``, ``enc_dec_window_size`` and ``enc_dec_bottom_right_diagonal``.
-        parallel_attention_mlp: the MLP reads X too, not what attention made of it.
-        apply_residual_connection_post_layernorm: results are added to what the norm gives, not to what it takes.
-        output_layernorm: a norm ``layernorm`` is the last thing in the layer, and self attention has none before it; of
-            that attention the result is added to X.
+        parallel_attention_mlp: the MLP reads X, too, not the result of attention.
+        apply_residual_connection_post_layernorm: results are added to the norm's output, not to its input.
+        output_layernorm: the layer ends with a norm ``layernorm``, and self attention has no norm before it; its result
+            is added to X.
         name: recipes and errors call the linears ``name.self_attention.qkv``, ``name.layernorm_mlp.fc1`` and so on;
             default ``layer`` and the ``layer_number``, if that is given.
         sequence_parallel: the residual stream is split too: X and Y [s, b, hidden_size] are this rank's positions, and
-            ranks draw different numbers for ``hidden_dropout``, else the same.
+            ranks draw different numbers for ``hidden_dropout``, otherwise the same.
 
     Raises:
         ValueError: an unknown layer type, parallel attention and MLP in a decoder, experts under tensor parallelism,
-            ``drop_path_rate`` with ``thd``, and as of the parts.
+            ``drop_path_rate`` with ``thd``, and as in the parts.
     """
 
     @checked
@@ -199,7 +199,7 @@ class TransformerLayer(LayerOfLinears):
         rows_per_rank: Sequence[int] | None = None,
         encoder_rows_per_rank: Sequence[int] | None = None,
     ) -> Tensor:
-        """Computes Y of the shape of X; arguments as of :meth:`MultiheadAttention.forward`.
+        """Computes Y of the shape of X; arguments as in :meth:`MultiheadAttention.forward`.
 
         ``cu_seqlens_kv`` is that of ``encoder_output`` in a decoder; ``core_attention_bias`` is self attention's.
 

@@ -295,7 +295,7 @@ def plan_rows(
     """Lists by name the modules of whose weight each rank of ``etp`` is to keep some rows.
 
     Args:
-        plan: as of ``parallelize``.
+        plan: as in ``parallelize``.
         summed: modules whose gradients are summed over tensor-parallel ranks as autograd sees them; they stay whole.
 
     Raises:

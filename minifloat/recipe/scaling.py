@@ -106,9 +106,8 @@ class Float8BlockScaling(Recipe):
     operands.
 
     Args:
-        columnwise_source: ``"rowwise_dequantized"`` casts what wgrad reads of X and dY from the values of their rowwise
-            codes, which is what a rank knows that received these alone: with ``ep_group`` codes travel then, else the
-            values do.
+        columnwise_source: ``"rowwise_dequantized"`` casts wgrad's operands of X and dY from the dequantized rowwise
+            codes. With ``ep_group``, ranks then send codes instead of values.
     """
 
     use_f32_scales: bool = False
@@ -178,7 +177,7 @@ class MXFP8BlockScaling(Recipe):
 
     Args:
         enable_2d_quantization: weights share a scale in 32 x 32 tiles.
-        columnwise_source: as of :class:`Float8BlockScaling`.
+        columnwise_source: as in :class:`Float8BlockScaling`.
     """
 
     margin: Margin = 0
@@ -281,7 +280,7 @@ class NVFP4BlockScaling(Recipe):
         nvfp4_4over6: tensors whose blocks are scaled to 4 where that is closer than to 6; never gradients.
         nvfp4_4over6_e4m3_use_256: which of those aim at block scales up to 256 instead of 448.
         nvfp4_4over6_err_mode: ``"MAE"`` or ``"MSE"``.
-        columnwise_source: as of :class:`Float8BlockScaling`.
+        columnwise_source: as in :class:`Float8BlockScaling`.
     """
 
     disable_rht: bool = False

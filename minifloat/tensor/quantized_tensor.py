@@ -339,7 +339,7 @@ class QuantizedTensor(CodedTensor):
     def __coerce_same_metadata_as_tangent__(
         self, expected_meta: Any, expected_type: type[Tensor] | None = None
     ) -> Tensor | None:
-        """Gives a compiled graph the values of a gradient that comes quantized, as of ``fp8_grad``."""
+        """Gives a compiled graph the values of a gradient that comes quantized, as in ``fp8_grad``."""
         return self.dequantize() if expected_type is Tensor else None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -292,7 +292,7 @@ def load_full_state_dict(
 
     Args:
         state: on every rank, or with ``from_rank0`` on rank 0, which sends the others one tensor after the other.
-        strict: as of ``load_state_dict``.
+        strict: as in ``load_state_dict``.
 
     Raises:
         RuntimeError: what ``load_state_dict`` raises: keys that are missing or unknown, another shape.
