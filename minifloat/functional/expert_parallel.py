@@ -1,12 +1,11 @@
-"""Expert parallelism: tokens travel to the ranks that have their experts, and results travel back.
+"""Expert parallelism: tokens are sent to the ranks that have their experts, and results are sent back.
 
-Rank r of p has experts r G to (r + 1) G - 1, G = E / p. Rows of tokens are sorted by expert, so that those for one rank
-are neighbours; a rank sorts what it gets by expert again, rank by rank inside of each expert. That is the order in
-which one process would have the tokens of all ranks, one rank's below the other's, and all results are that process's,
-to the bit.
+Rank r of p has experts r G to (r + 1) G - 1, G = E / p. Rows of tokens are sorted by expert, so rows for one rank are
+adjacent; a rank sorts received rows again, by expert and within an expert by rank. One process with the tokens of all
+ranks, one rank's below the other's, would have the same order, and all results equal that process's, to the bit.
 
 ==============================  ==========  ==========================================================================
-tensor                          shape       what travels
+tensor                          shape       sent by
 ==============================  ==========  ==========================================================================
 tokens of this rank             [T, K]      dispatch (forward X, backward dY): each once to a rank, however many of
                                             its experts are there, [U, K]; there to the rows of its choices
@@ -14,9 +13,9 @@ rows of this rank's tokens      [S, K]      S <= T k, without dropped choices; s
 rows of this rank's experts     [R, N]      combine (forward Y, backward dX): a row for each choice, and its probability
 ==============================  ==========  ==========================================================================
 
-Dispatch sends the fewest bytes (:func:`form_of`): codes of tokens, cast before they travel, where scales are of rows
-and one process makes what wgrad reads from the codes of fprop as well; else codes of rows, where a scale is of an
-expert; else values of tokens, from which the receiver casts. Results are added up by their token, in high precision.
+Dispatch sends the fewest bytes (:func:`form_of`): codes of tokens, cast before they are sent, if scales are of rows and
+one process also makes wgrad's operands from the codes of fprop; otherwise codes of rows, if a scale is of an expert;
+otherwise values of tokens, which the receiver casts. Results are added up by token, in high precision.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Dispatch(NamedTuple):
         order: int64 [R], for each row of this rank's experts its place among the rows received, which come by rank.
         inverse: int64 [R], the inverse of ``order``.
         layout: rows of each of this rank's G experts.
-        fused: all ranks run an MLP as one autograd function, so that codes may travel.
+        fused: all ranks run an MLP as one autograd function, so that codes may be sent.
         trains: some rank's weights get a gradient.
     """
 
@@ -121,22 +120,22 @@ class Dispatch(NamedTuple):
 
     def spread(self, x: Tensor) -> Tensor:
         """Sends tokens [T, K] to their experts: rows [R, K], in high precision."""
-        result: Tensor = apply(TravelFunction, x, self, spread_tokens, returned_sums)
+        result: Tensor = apply(ExchangeRowsFunction, x, self, spread_tokens, returned_sums)
         return result
 
     def gather(self, y: Tensor) -> Tensor:
         """Sends rows of experts [R, N] back and adds them up, [T, N]."""
-        result: Tensor = apply(TravelFunction, y, self, returned_sums, spread_tokens)
+        result: Tensor = apply(ExchangeRowsFunction, y, self, returned_sums, spread_tokens)
         return result
 
     def probabilities_of(self, p: Tensor) -> Tensor:
         """Selects the probabilities of this rank's experts' rows, [R], from those sent of tokens' rows, ``p`` [T k]."""
-        result: Tensor = apply(TravelFunction, p, self, sent_probabilities, return_rows)
+        result: Tensor = apply(ExchangeRowsFunction, p, self, sent_probabilities, return_rows)
         return result
 
     def collect(self, y: Tensor) -> Tensor:
         """Sends rows of experts [R, ...] back, [T k, ...]."""
-        result: Tensor = apply(TravelFunction, y, self, return_rows, send_rows)
+        result: Tensor = apply(ExchangeRowsFunction, y, self, return_rows, send_rows)
         return result
 
     def exchange(self, x_tokens: Tokens | None, y_tokens: Tokens | None) -> Experts:
@@ -183,12 +182,12 @@ def dispatch_of(routing: Routing, group: Group, plan: Plan, probabilities: Tenso
     sent = sources[:, None]
     if probabilities is not None:
         sent = torch.stack([sources, probabilities.detach().view(torch.int32)], 1)
-    travelling = start_exchange_rows(sent[: sum(of_rows.sent)], *of_rows, group)
+    pending = start_exchange_rows(sent[: sum(of_rows.sent)], *of_rows, group)
     places = torch.arange(received, device=tokens.device)
     block_of_row = torch.repeat_interleave(blocks, output_size=received)
     order = places + to_experts[block_of_row]
     inverse = torch.empty_like(order).scatter_(0, order, places)
-    source, *weights = travelling.wait().index_select(0, order).unbind(1)
+    source, *weights = pending.wait().index_select(0, order).unbind(1)
     return Dispatch(
         group, routing, tokens[: sum(of_tokens.sent)], of_tokens, source + to_tokens[block_of_row],
         weights[0].contiguous().view(torch.float32) if weights else None, of_rows, order, inverse,
@@ -263,8 +262,8 @@ def sent_probabilities(p: Tensor, dispatch: Dispatch) -> Pending[Tensor]:
     return Pending([], partial(as_output, dispatch.probabilities, dispatch.probabilities.shape))
 
 
-class TravelFunction(torch.autograd.Function):
-    """Sends rows ``there``; their gradients go ``back``, which is its transpose."""
+class ExchangeRowsFunction(torch.autograd.Function):
+    """Sends rows by ``there``, and their gradients by ``back``, its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dispatch: Dispatch, there: Transfer, back: Transfer) -> Tensor:
@@ -277,7 +276,7 @@ class TravelFunction(torch.autograd.Function):
         return ctx.back(dy, ctx.dispatch).wait(), None, None, None
 
 
-# ---- what is quantized before it travels ----
+# ---- quantized before sending ----
 
 Form = Literal["codes of tokens", "codes of rows", "values"]
 
@@ -304,7 +303,7 @@ def form_of(quantizer: Quantizer, top_k: int, ranks: int) -> Form:
 def moved(operand: Operand, dispatch: Dispatch, of_tokens: bool) -> Pending[Operand]:
     """Sends a rowwise operand of tokens [T, K] or of rows [T k, K], in one transfer; gives that of rows [R, K].
 
-    What belongs to a row (codes, scales of blocks, an amax a row) travels; what belongs to an expert is on all ranks.
+    Fields of a row (codes, scales of blocks, an amax a row) are sent; fields of an expert are on all ranks.
     """
     fmt, layout = operand.format, dispatch.layout
     of_rows = [True, bool(fmt.grid or fmt.block), fmt.amax_per_row]

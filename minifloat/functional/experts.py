@@ -77,7 +77,7 @@ class Experts(Exchange):
         if x_operands is None:
             assert x is not None
             x_operands = self._cast(spec.casts.x, x, self.x_tokens, given.delayed, known.scale)
-        if w is None:  # cast while tokens travel
+        if w is None:  # cast while ranks send tokens
             own = spec.casts_w or isinstance(weight, QuantizedTensor)
             w = quantize_weight(spec.casts.w, weight if own else weight.to(spec.options.dtype), given.delayed)
         x_operands = waited(x_operands)
@@ -257,8 +257,8 @@ class GroupedMLPCall(NamedTuple):
     """The activation, both linears' calls, and the rows of each expert.
 
     Attributes:
-        saved: what H is kept in for backward; None: as it is.
-        meanwhile: what is called while results travel.
+        saved: the format in which H is saved for backward; None: unchanged.
+        meanwhile: called while ranks send results.
         ahead: dY and its operands, on their way while backward computes what ``meanwhile`` computed.
     """
 

@@ -125,10 +125,10 @@ class GroupedMLP(parts.LayerOfParts):
                 :class:`~minifloat.functional.Routing` of k choices for each of T tokens, of all ranks' experts: each is
                 read where its k rows are cast, and gets the sum of their results.
             is_first_microbatch: as in :meth:`GroupedLinear.forward`.
-            probabilities: of the rows, [M], or with a routing of the choices, [T, k]: factors of Y. Without biases they
-                are multiplied to the activation, in fp32, before it is rounded and cast. Their gradient is fp32.
-            meanwhile: is called while results of tokens travel between ranks, if they do: what it computes of these
-                tokens costs less there. Its backward runs while gradients travel.
+            probabilities: factors of Y, [M] of rows, or with a routing [T, k] of choices. Without biases they multiply
+                the activation, in fp32, before it is rounded and cast. Their gradient is fp32.
+            meanwhile: called while ranks send results of tokens, if they do, to overlap its computation. Its backward
+                runs while ranks send gradients.
 
         Raises:
             TypeError, ValueError: as in ``GroupedLinear``, ``permute`` and ``unpermute``.

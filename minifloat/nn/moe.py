@@ -179,7 +179,7 @@ class MoE(parts.LayerOfParts):
         routing = route(indices, self.num_experts, self.experts)
         shared: Callable[[], Tensor] = partial(self._shared, tokens, is_first_microbatch)
         given: list[Any] = [tokens, routing, is_first_microbatch, probabilities]
-        if self.shared_fc1 is not None and self._travels:
+        if self.shared_fc1 is not None and self._sends_tokens:
             shared = cache(shared)
             given.append(shared)
         y = self.experts(*given)
@@ -192,8 +192,8 @@ class MoE(parts.LayerOfParts):
         return y, loss, routing.counts
 
     @property
-    def _travels(self) -> bool:
-        """Whether tokens travel to experts, and the host, which no compiler does, may do something meanwhile."""
+    def _sends_tokens(self) -> bool:
+        """Whether tokens are sent to experts, in eager code, so that the host may overlap other work."""
         own = parts.is_own(self.experts, GroupedMLP) and not torch.compiler.is_compiling()
         return own and self.experts.ep_group.size > 1
 
