@@ -63,7 +63,7 @@ class Operand(NamedTuple):
         )
 
     def scale_values(self) -> Tensor | None:
-        """Returns what codes are multiplied by, fp32 in the shape of ``scale_inv``, decoded from bytes; None without.
+        """Returns the factors from codes to values, fp32, shaped like ``scale_inv``, decoded from bytes; None without.
 
         NVFP4's include the second level.
         """
@@ -92,7 +92,7 @@ class Quantized(NamedTuple):
         """Returns the operand that a GEMM may contract along ``dim``.
 
         Raises:
-            ValueError: there is none; with a square matrix the wrong one would go unnoticed.
+            ValueError: there is none; a square matrix would hide the wrong one.
         """
         for operand in self if dim == ROWWISE else self[::-1]:
             if operand is not None and (operand.dim == dim or operand.format.symmetric):

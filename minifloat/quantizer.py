@@ -71,15 +71,15 @@ class Quantizer:
         return cls(rowwise_quantizer.row_format, column_format, columnwise_source=columnwise_source)
 
     def format(self, dim: int) -> Format:
-        """Returns the format that a GEMM contracting ``dim`` meets."""
+        """Returns the format for a GEMM that contracts ``dim``."""
         return self.row_format if dim == ROWWISE or self.column_format is None else self.column_format
 
     def same_formats(self, other: Quantizer) -> bool:
-        """Whether they differ in nothing but the orientations that are wanted."""
+        """Whether two quantizers differ at most in the wanted orientations."""
         return self.with_usage(rowwise=True, columnwise=True) == other.with_usage(rowwise=True, columnwise=True)
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
-        """Returns the same formats for other orientations; None keeps what is."""
+        """Returns the same formats for other orientations; None keeps the current choice."""
         rowwise = self.rowwise if rowwise is None else rowwise
         columnwise = self.columnwise if columnwise is None else columnwise
         if rowwise == self.rowwise and columnwise == self.columnwise:
@@ -121,7 +121,7 @@ class Quantizer:
         return tuple(wanted)
 
     def layouts(self, gemm_ready_on: str) -> Layouts:
-        """Lists the casts for the GEMMs of a type of device; for ``""`` no GEMM in particular, :attr:`casts`.
+        """Lists the casts for the GEMMs of a type of device; for ``""``, :attr:`casts`.
 
         Those that read codes with the contracted dim consecutive need both memory orders, symmetric format or not.
         """
@@ -132,7 +132,7 @@ class Quantizer:
         return tuple((casts[0][0], dim) for dim in wanted)
 
     def operand_layout(self, layouts: Layouts) -> OperandLayout:
-        """Says how casts in ``layouts``, as :attr:`casts` or :meth:`layouts` gives them, become the wanted operands."""
+        """Returns how casts in ``layouts``, from :attr:`casts` or :meth:`layouts`, form the wanted operands."""
         if len(layouts) == 2:
             return OperandLayout(layouts, 0, 1)
         row = 0 if self.rowwise and layouts else -1
@@ -143,7 +143,7 @@ class Quantizer:
         return OperandLayout(layouts, row, 0 if serves_columns else -1)
 
     def amax(self, x: Tensor) -> Amaxes:
-        """Finds what ranks that share ``x`` agree on before its cast: one entry for each of :attr:`casts`."""
+        """Finds the amaxes that ranks of a sharded ``x`` reduce before its cast: one for each of :attr:`casts`."""
         return find_amaxes([x], [self])[0]
 
     def cast(

@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
     @staticmethod
     def of(group: Group | dist.ProcessGroup | DeviceMesh | None) -> Group:
-        """The group of a process group or of a one-dimensional mesh; of None that of this process alone.
+        """Makes a group of a process group or of a one-dimensional mesh; of None, of this process alone.
 
         Raises:
             ValueError: the mesh has several dims, or this process is not among the ranks.

@@ -183,7 +183,7 @@ class DefaultFilter:
         return self.reason(module) is None
 
     def reason(self, module: nn.Module) -> str | None:
-        """Says why ``module`` is left alone; None if it is converted."""
+        """Returns the reason to skip ``module``; None if it is converted."""
         return self._reasons.get(identity(module))
 
 

@@ -74,7 +74,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Computes the frequencies anew, in fp64 and rounded once, so that they are the same on every device."""
+        """Recomputes the frequencies, in fp64 and rounded once, so they are equal on every device."""
         exponent = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu") / self.dim
         self.inv_freq = (self.rotary_base**-exponent).float().to(self.inv_freq.device)
 
@@ -87,7 +87,7 @@ class RotaryPositionEmbedding(nn.Module):
     def forward(self, max_seq_len: Count, offset: Count = 0) -> Tensor:
         """Computes the angles of the positions ``offset`` to ``offset + max_seq_len``, fp32 [max_seq_len, 1, 1, dim].
 
-        Each angle is there twice, at both channels of its pair, for :func:`~minifloat.apply_rotary_pos_emb`.
+        Each angle appears twice, at both channels of its pair, for :func:`~minifloat.apply_rotary_pos_emb`.
         """
         position = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
         factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
@@ -201,20 +201,20 @@ class DotProductAttention(nn.Module):
         bottom_right_diagonal: bool | None = None,
         core_attention_bias: Tensor | None = None,
     ) -> Tensor:
-        """Attends from queries [..., h, d] to keys and values [..., groups, d] in ``qkv_format``; gives [..., h * d].
+        """Attends from queries [..., h, d] to keys and values [..., groups, d] in ``qkv_format``; returns [..., h * d].
 
         Args:
-            attention_mask: bool, True where something is **masked out**. For ``"padding"`` masks [b, 1, 1, s] or
-                [b, s] of the tokens, a pair of queries' and keys' where these differ; for ``"arbitrary"`` one that
-                broadcasts to [b, h, s, t].
-            cu_seqlens_q, cu_seqlens_kv: int [b + 1], where each sequence starts and the last one ends. ``"thd"`` needs
-                them; with other formats they give the lengths for ``"padding"`` masks. Keys' are those of the queries
-                if left out. Tokens behind the last sequence attend to nothing.
+            attention_mask: bool, True where something is **masked out**. For ``"padding"``, [b, 1, 1, s] or [b, s] of
+                the tokens, or a pair for queries and keys if these differ; for ``"arbitrary"``, broadcastable to [b, h,
+                s, t].
+            cu_seqlens_q, cu_seqlens_kv: int [b + 1], the start of each sequence and the end of the last. ``"thd"``
+                needs them; with other formats they give the lengths for ``"padding"`` masks. Keys default to those of
+                the queries. Tokens after the last sequence attend to nothing.
             attn_mask_type, window_size, bottom_right_diagonal: instead of the module's, for this call.
             core_attention_bias: broadcasts to [b, h, s, t]; added to the scores after scale and softcap.
 
         Raises:
-            ValueError: shapes that do not fit each other or the module; a mask or lengths missing or of no use.
+            ValueError: shapes that do not fit each other or the module; a mask or lengths missing or unused.
         """
         mask_type = attn_mask_type or self.attn_mask_type
         self._check_mask_type(mask_type)
@@ -248,7 +248,7 @@ class DotProductAttention(nn.Module):
         return self._from_bhsd(out)
 
     def backend(self, device: str, dtype: torch.dtype = torch.bfloat16) -> Backend:
-        """Names what computes it on a type of device with the module's own options, and why."""
+        """Names the backend on a type of device with the module's own options, and the reason."""
         band = self._band(self.attn_mask_type, self.window_size)
         nowhere = torch.empty(0, device="meta")
         apart = self.qkv_format == "thd" or "padding" in self.attn_mask_type

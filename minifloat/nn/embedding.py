@@ -76,7 +76,7 @@ class EtpEmbedding(EtpModule, nn.Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the whole table and keeps this rank's rows."""
+        """Draws the full table and keeps this rank's rows."""
         whole = self.weight.new_empty(self.vocabulary, self.embedding_dim)
         (self.init_method or nn.init.normal_)(whole)
         if self.padding_idx is not None:
@@ -188,10 +188,10 @@ class VocabParallelEmbedding(EtpEmbedding):
 
         Args:
             tokens: int; one that is not from 0 to V - 1 is an error of indexing, as in ``nn.Embedding``.
-            rows_per_rank: sequence parallel: how much of dim 0 each rank gets; default: equal parts.
+            rows_per_rank: sequence parallel: the part of dim 0 of each rank; default: equal parts.
 
         Raises:
-            ValueError: ``rows_per_rank`` does not add up to S, or is missing where S does not divide.
+            ValueError: ``rows_per_rank`` does not add up to S, or is missing and ranks do not divide S.
         """
         shape = (*tokens.shape, self.embedding_dim)
         call = exchange_of(self).of_call(shape, rows_per_rank, self)
@@ -208,7 +208,7 @@ class VocabParallelEmbedding(EtpEmbedding):
 
     @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
-        """Communicates with other ranks from the next forward on, as many as before; the table stays as it is.
+        """Replaces the group of ranks from the next forward on by another of the same size; the table does not change.
 
         Raises:
             ValueError: the table is sharded over another number of ranks.

@@ -99,10 +99,10 @@ class LayerNormLinear(parts.LayerOfParts):
         those of :class:`~minifloat.Linear`.
 
         Args:
-            residual: of the shape of X: the norm is of S = X + residual, rounded to the dtype of both, which the
-                norm's kernel adds.
-            return_residual: forward also gives S, of the shape of X (X itself where no residual is given). Whatever
-                gradient S gets is added to that of X in the kernel of the norm's gradient, before its one rounding.
+            residual: of the shape of X: the norm's kernel computes S = X + residual, rounded to the dtype of both, and
+                norms S.
+            return_residual: forward also returns S, of the shape of X (X itself without a residual). The kernel of the
+                norm's gradient adds the gradient of S to that of X, before its one rounding.
         """
         linear, norm = self.linear, self.norm
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag

@@ -163,24 +163,24 @@ class GroupedLinear(ExpertParameters):
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Any:
-        """X [M, in_features], rows sorted by expert, to Y [M, out_features], and the biases if ``return_bias``.
+        """Computes Y [M, out_features] of X [M, in_features], rows sorted by expert; biases too if ``return_bias``.
 
         Args:
             m_splits: rows of each expert, integers [G], on the device or not, or a :class:`GroupLayout`, which layers
-                with the same routing may share. Rows of X beyond their sum are not read; those of Y and dX are 0.
-                Counts on the device are not waited for: negative ones are taken for 0, and more rows than there are for
-                all that there are, but under ``autocast(check_finite=True)``, which waits, they raise.
+                with the same routing may share. Rows of X beyond their sum are not read; those of Y and dX are 0. The
+                host does not wait for counts on the device: negative ones become 0 and excess rows are ignored; under
+                ``autocast(check_finite=True)``, which waits, they raise.
             is_first_microbatch: as in ``Linear``.
-            fp8_output: return Y quantized, as one matrix, as the next layer would that knows no experts.
-            out: memory for Y, contiguous, of its shape and dtype: kernels write there, and Y is another view of it.
-            dgrad_out: the same for dX, the gradient that backward returns for X. The caller sees to it that nobody
-                else writes to either while they are read.
+            fp8_output: return Y quantized as one matrix, as the next layer without experts would cast it.
+            out: memory for Y, contiguous, of its shape and dtype; the returned Y is a view of it.
+            dgrad_out: the same for dX, the gradient that backward returns for X. The caller must not let other code
+                write to either while they are read.
 
         Raises:
             TypeError: ``m_splits`` are no integers.
-            ValueError: another number of them than there are experts; negative ones, or more than there are rows, where
-                the host knows them. ``out`` or ``dgrad_out`` is no such memory. ``fp8_output`` under delayed scaling,
-                whose experts have scales of their own.
+            ValueError: counts that differ in number from the experts; on the host, negative counts or a sum above M; an
+                ``out`` or ``dgrad_out`` of another shape, dtype or layout; ``fp8_output`` under delayed scaling, whose
+                experts have their own scales.
         """
         writes = out is not None or dgrad_out is not None
         if torch.compiler.is_compiling() and needs_eager(self, is_first_microbatch, fp8_output, writes=writes):

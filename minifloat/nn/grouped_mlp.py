@@ -118,12 +118,12 @@ class GroupedMLP(parts.LayerOfParts):
         self, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, probabilities: Tensor | None = None,
         meanwhile: Callable[[], Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """X [M, hidden_size], rows sorted by expert, to Y of the same shape; or tokens [T, hidden_size] to tokens.
+        """Computes Y of the shape of X: [M, hidden_size] of rows sorted by expert, or tokens [T, hidden_size].
 
         Args:
             m_splits: as in :meth:`GroupedLinear.forward`, of this rank's experts under ``ep_group``; or a
                 :class:`~minifloat.functional.Routing` of k choices for each of T tokens, of all ranks' experts: each is
-                read where its k rows are cast, and gets the sum of their results.
+                read as its k rows are cast, and gets the sum of their results.
             is_first_microbatch: as in :meth:`GroupedLinear.forward`.
             probabilities: factors of Y, [M] of rows, or with a routing [T, k] of choices. Without biases they multiply
                 the activation, in fp32, before it is rounded and cast. Their gradient is fp32.

@@ -141,16 +141,16 @@ class Linear(LinearState, nn.Linear):
     ) -> Any:
         """Computes Y [..., out_features] of X [..., in_features]; returns also the bias if ``return_bias``.
 
-        Under sequence parallelism dim 0 of X (column) or of Y (row) is this rank's share.
+        Under sequence parallelism dim 0 of X (column) or of Y (row) has this rank's rows.
 
         Args:
-            is_first_microbatch: True quantizes the weight and keeps the result; False uses what was kept if the
-                parameter has not changed since (see :meth:`invalidate`); None keeps nothing. Nothing is kept under
-                :func:`~minifloat.distributed.fully_shard`, where each gather brings the weight anew.
+            is_first_microbatch: True quantizes the weight and caches the result; False uses the cache if the parameter
+                has not changed since (see :meth:`invalidate`); None caches nothing. There is no cache under
+                :func:`~minifloat.distributed.fully_shard`, where each gather replaces the weight.
             fp8_output: return Y quantized, as the next layer would quantize it.
             fp8_grad: return the gradient of X quantized.
-            rows_per_rank: those shares, of all ranks; equal ones if not given. Every rank must give the same: unequal
-                shares without it, or others on some rank, end in an error of the backend, or wait for its timeout.
+            rows_per_rank: those row counts, of all ranks; by default equal. Every rank must pass the same: unequal rows
+                without it, or counts that differ by rank, end in an error or a timeout of the backend.
         """
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
         if compiling and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad):
@@ -232,10 +232,10 @@ class Linear(LinearState, nn.Linear):
         return torch.cat(parts) if whole is None else apply(_Joined, whole, *parts)
 
     def whole_weight(self) -> Tensor:
-        """Gathers W of all ranks of ``etp_group``, in the dtype of the parameter; without a group W itself.
+        """Gathers the full W over ``etp_group``, in the dtype of the parameter; without a group returns W itself.
 
-        For functions that read the weight, as :func:`~minifloat.linear_cross_entropy`: its gradient is
-        reduced, and added to that of this rank's rows. Tensor-parallel parts stay as they are.
+        Use it for functions that read the weight, such as :func:`~minifloat.linear_cross_entropy`: its gradient is
+        reduced, and added to that of this rank's rows. Tensor-parallel parts are not gathered.
         """
         return self._weight_matrix() if self._etp is None else self._etp.full()
 
@@ -380,7 +380,7 @@ class Linear(LinearState, nn.Linear):
 
     @checked
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | DeviceMesh) -> None:
-        """Communicates with other ranks from the next forward on, as many as before; parameters stay as they are.
+        """Replaces the group of ranks from the next forward on by another of the same size; parameters do not change.
 
         Raises:
             ValueError: the layer is not sharded, or over another number of ranks.

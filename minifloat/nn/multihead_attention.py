@@ -185,16 +185,16 @@ class MultiheadAttention(parts.LayerOfLinears):
         """Computes Y from X, both [s, b, hidden_size], [b, s, hidden_size] or [tokens, hidden_size].
 
         Args:
-            encoder_output: what keys and values are made of in cross attention.
+            encoder_output: the source of keys and values in cross attention.
             rotary_pos_emb: angles for :func:`~minifloat.apply_rotary_pos_emb`, or those of queries and of keys.
             checkpoint_core_attention: recompute the attention product in backward rather than save its parts.
             attention_mask, cu_seqlens_q, cu_seqlens_kv, core_attention_bias, attn_mask_type, window_size,
                 bottom_right_diagonal: as in :meth:`DotProductAttention.forward`; of all heads and, under sequence
-                parallelism, of the whole sequence.
-            rows_per_rank: under sequence parallelism, how many positions (``thd``: tokens) of X and Y each rank has,
-                and of ``encoder_output`` ``encoder_rows_per_rank``; equally many if not given.
-            residual: of the shape of X, added to it first. ``return_residual``: forward also gives that sum, or X where
-                there is no residual; see :meth:`LayerNormLinear.forward`, which adds where ``input_layernorm`` is set.
+                parallelism, of the full sequence.
+            rows_per_rank: under sequence parallelism, the number of positions (``thd``: tokens) of X and Y on each
+                rank, and of ``encoder_output`` ``encoder_rows_per_rank``; equal by default.
+            residual: of the shape of X, added to it first. ``return_residual``: forward also returns that sum, or X
+                without a residual; with ``input_layernorm``, :meth:`LayerNormLinear.forward` adds them.
 
         Returns:
             Y, or a tuple: Y, then the bias if ``return_bias``, then the norm's result if ``return_layernorm_output``,

@@ -205,7 +205,7 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weight anew, and sets the bias, the bias of the choice and its counts to 0."""
+        """Draws the weight again, and sets the bias, ``expert_bias`` and its counts to 0."""
         weight = self.weight
         if is_dtensor(weight):  # all ranks draw the whole, of which each keeps its own
             whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -220,11 +220,11 @@ class TopKRouter(nn.Module):
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> RouterOutput:
         """Chooses the experts of the T tokens of ``x`` [..., H], in their order.
 
-        While it trains, a router with a bias of the choice counts how often each expert is chosen.
+        In training, a router with ``expert_bias`` counts the choices of each expert.
 
         Args:
-            token_mask: bool [...], False for tokens, such as padding, that go nowhere: their indices are -1, their
-                probabilities 0, and neither counts nor the loss know of them.
+            token_mask: bool [...], False for tokens without experts, such as padding: their indices are -1, their
+                probabilities 0, and counts and the loss omit them.
 
         Raises:
             TypeError, ValueError: ``x`` or ``token_mask`` is no such tensor.
@@ -341,9 +341,9 @@ class TopKRouter(nn.Module):
     @checked
     @torch.no_grad()
     def update_expert_bias(self, group: Group | ProcessGroup | DeviceMesh | None = None) -> None:
-        """Ends a step: raises the bias of experts that were chosen less often than the mean, and lowers that of others.
+        """Ends a step: raises the bias of experts chosen less often than the mean, and lowers that of others.
 
-        By ``expert_bias_rate``; those at the mean keep theirs. What was counted since the last call is forgotten.
+        The change is ``expert_bias_rate``, or 0 at the mean. Counts start at 0 again.
 
         Args:
             group: counts are summed over its ranks, all of which must call this.

@@ -102,7 +102,7 @@ class QuantizedTensor(CodedTensor):
         amax_group: dist.ProcessGroup | None = None,
         source_version: int | None = None,
     ) -> QuantizedTensor:
-        """Makes a tensor of operands that exist, which it keeps; see :func:`quantize` for the other arguments.
+        """Makes a tensor of existing operands; see :func:`quantize` for the other arguments.
 
         Raises:
             ValueError: there is no operand, or ``shape`` is not that of the operands with M split into leading dims.
@@ -119,7 +119,7 @@ class QuantizedTensor(CodedTensor):
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Computes the values in a tensor of their own, rounded to ``dtype`` (default: its own). Differentiable."""
+        """Computes the values in a new tensor, rounded to ``dtype`` (default: its own). Differentiable."""
         if self.requires_grad and torch.is_grad_enabled():
             values: Tensor = _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
             return values
@@ -150,11 +150,11 @@ class QuantizedTensor(CodedTensor):
         return self._initial[0]
 
     def clear_high_precision_init_val(self) -> None:
-        """Frees what :meth:`get_high_precision_init_val` gives."""
+        """Frees the values of :meth:`get_high_precision_init_val`."""
         self._initial = None
 
     def update_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Drops operands that are not wanted, and fills a place again from the other where one serves both.
+        """Drops unwanted operands, and restores a wanted one from the other if one serves as both.
 
         Raises:
             ValueError: a wanted orientation is missing and does not follow from the other, or none would be left.
