@@ -78,7 +78,7 @@ class Operand(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Codes, scales and amax as GEMMs read them: an amax that the cast only measured is None."""
+        """Codes, scales and amax as GEMMs read them; None for an amax that the cast only measured."""
         return self.codes, self.scale_inv, self.amax if self.format.scale_rule == "two_level" else None
 
 

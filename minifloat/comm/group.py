@@ -56,7 +56,7 @@ class Group(NamedTuple):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """PyTorch's object of this name."""
+        """PyTorch's process group of this name."""
         return group_of_name(self.name)
 
 
@@ -136,12 +136,12 @@ class ShardMap:
 
     @property
     def total(self) -> int:
-        """Rows of the whole."""
+        """Rows of the full matrix."""
         return sum(self.rows)
 
     @property
     def largest(self) -> int:
-        """Rows of the rank that has the most: what every rank sends of a gathered tensor."""
+        """Largest row count; to gather, every rank pads its rows to it."""
         return max(self.rows)
 
     @property
@@ -150,7 +150,7 @@ class ShardMap:
         return min(self.rows) == max(self.rows)
 
     def first(self, rank: int) -> int:
-        """The first row of ``rank``, counted in the whole."""
+        """Index of the first row of ``rank`` in the full matrix."""
         return sum(self.rows[:rank])
 
     def end(self, rank: int) -> int:
@@ -175,7 +175,7 @@ class ShardMap:
 
     @cached
     def sent(self, unit: int) -> tuple[tuple[int, ...], ...]:
-        """Counts, by ``[from][to]``, rows of straddling units that ranks send to their owners, below a unit each."""
+        """Counts, by ``[from][to]``, the rows of straddling units that ranks send to the units' owners."""
         table = [[0] * self.size for _ in self.rows]
         for rank in range(self.size):
             first, end = self.first(rank), self.end(rank)
@@ -194,7 +194,7 @@ class ShardMap:
         return ShardMap(tuple([code_shape(fmt, dim, rows, 1)[0] for rows in self.sources(fmt, dim).rows]))
 
     def scales(self, fmt: Format, dim: int) -> ShardMap:
-        """Rows of the grid of scales that each rank holds; for one scale for the whole tensor none is sharded."""
+        """Rows of the scale grid on each rank; a single scale for the tensor is not sharded."""
         if not fmt.quantized or not fmt.owns_scales(dim):
             return ShardMap((0,) * self.size)
         return ShardMap(tuple([scale_shape(fmt, dim, rows, 1)[0] for rows in self.sources(fmt, dim).rows]))
@@ -212,7 +212,7 @@ class ShardMap:
     # ---- communication volume ----
 
     def gather_bytes(self, fmt: Format, dim: int, cols: int, itemsize: int = 2) -> int:
-        """Bytes that every rank sends when this orientation of the whole [M, cols] is gathered.
+        """Bytes that every rank sends to gather this orientation of [M, cols].
 
         Args:
             itemsize: bytes of an element of the tensor itself, which is what the identity format sends.

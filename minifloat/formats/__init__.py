@@ -122,7 +122,7 @@ class Format(FormatFacts):
         return hash(self.spec)
 
     def reduces_amax(self, dim: int) -> bool:
-        """Whether, cast along ``dim``, its amax is over all rows, so over the ranks that share them."""
+        """Whether an amax of a cast along ``dim`` covers all rows, and so the ranks that share them."""
         return self.needs_amax and not (self.amax_per_row and dim == ROWWISE)
 
     @property

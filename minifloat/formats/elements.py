@@ -247,7 +247,7 @@ class ScaleRule:
     power_of_two: bool = False
 
     def scale(self, amax: Tensor, fmt: FormatFacts, largest: float) -> tuple[Tensor, Tensor]:
-        """Returns what values with this ``amax`` are multiplied by, and what is stored.
+        """Returns the multiplier of values with this ``amax``, and the stored scale.
 
         Args:
             largest: finite value of the dtype that is cast.

@@ -202,7 +202,7 @@ class MasterWeights(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` gave, and rounds the parameters from the loaded masters.
+        """Loads the dict of :meth:`state_dict`, and rounds the parameters from the loaded masters.
 
         Raises:
             ValueError: it is that of another optimizer or model; nothing is loaded then.
