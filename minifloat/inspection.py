@@ -20,7 +20,8 @@ class Losses(NamedTuple):
         underflow: share of elements that were not zero in high precision and have a code of zero.
         saturation: share of elements at a code of the largest magnitude. A scale that comes from a block's amax, and is
             no power of two, puts about one element of each block there: some 1/16 is normal for NVFP4's strips.
-        snr: signal-to-noise in dB, over elements that are finite in high precision; infinite without noise.
+        snr: signal-to-noise in dB, over elements that are finite in high precision; infinite without noise, minus
+            infinite where a sum of squares is beyond fp32.
         nonfinite: number of elements that are infinite or NaN in high precision.
     """
 
@@ -49,43 +50,51 @@ def measure(x: Tensor, operand: Operand) -> Tensor:
     if operand.codes.dtype != torch.uint8:
         raise ValueError(f"measure compares codes; this {fmt.spec} operand has none: cast it by itself")
     with torch.no_grad():
-        values = x.detach().float()
+        finite = x.isfinite()
         if operand.offsets is not None:
-            some_group = torch.arange(len(values), device=x.device)[:, None] < operand.offsets[-1]
-            values = torch.where(some_group, values, 0)
-        finite = values.isfinite()
-        values = torch.where(finite, values, 0)
-        noise = torch.where(finite, operand.dequantize(torch.float32) - values, 0)
+            of_no_group = torch.arange(len(x), device=x.device)[:, None] >= operand.offsets[-1]
+            values, finite = torch.where(finite & ~of_no_group, x, 0), finite | of_no_group
+        else:
+            values = torch.where(finite, x, 0)
+        noise = operand.dequantize(torch.float32).sub_(values).masked_fill_(~finite, 0)
         before, elements, count = _elements(values, operand)
-        known = finite if before.shape == finite.shape else torch.ones_like(before, dtype=torch.bool)
+        if elements.shape == finite.shape:
+            elements.masked_fill_(~finite, 0)
         sums = [
             count,
-            ((elements == 0) & (before != 0) & known).sum(),
-            (elements > 0.95 * fmt.max).sum(),  # no other code is so close to the largest
-            values.double().square().sum(),
-            noise.double().square().sum(),
-            (~finite).sum(),
+            _norms(before, 0).sum() - _norms(elements, 0).sum(),  # a zero has a code of zero
+            _norms((elements > 0.95 * fmt.max).bfloat16(), 0).sum(),  # no other code is so close to the largest
+            _norms(values, 2).square().sum(),
+            _norms(noise, 2).square().sum(),
+            _norms((~finite).bfloat16(), 0).sum(),
         ]
-        amax = values.abs().amax() if values.numel() else values.new_zeros(())
+        amax = _norms(values, math.inf).amax() if values.numel() else count.new_zeros(())
         return torch.stack([amax.double(), *(each.double() for each in sums)])
+
+
+def _norms(x: Tensor, order: float) -> Tensor:
+    """Computes norms of rows in fp64 of sums in fp32; of order 0 they count: these passes read and write least."""
+    return torch.linalg.vector_norm(x, order, dim=-1, dtype=torch.float32).double()
 
 
 def _elements(values: Tensor, operand: Operand) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the values that were cast, after a rotation, the magnitudes of their codes, and how many there are."""
-    fmt, scale_inv = operand.format, operand.scale_inv
-    if operand.offsets is None:
-        before = reference.rotated(values, fmt, operand.dim)
-        elements = reference.decode(operand.codes, fmt, operand.dim, before.shape)
-        return before, elements.abs(), torch.full((), elements.numel(), device=values.device)
-    if fmt.transform != "none":
+    fmt, scale_inv, offsets = operand.format, operand.scale_inv, operand.offsets
+    if fmt.transform != "none" and offsets is not None:
         nothing = values.new_zeros(0)
-        return nothing, nothing, values.new_full((), math.nan)
-    assert scale_inv is not None
-    # Values under scales of 1 are the elements: 127 is E8M0's, 56 that of E4M3 under an amax of max x max.
-    one = 56 if fmt.scale_rule == "two_level" else 127 if scale_inv.dtype == torch.uint8 else 1
-    amax = None if operand.amax is None else torch.full_like(operand.amax, fmt.max * fmt.block_scale_max)
-    of_ones = operand._replace(scale_inv=torch.full_like(scale_inv, one), amax=amax)
-    return values, of_ones.dequantize(torch.float32).abs(), operand.offsets[-1] * values.shape[1]
+        return nothing, nothing, nothing.new_full((), math.nan, dtype=torch.float64)
+    if fmt.transform != "none":
+        before = reference.rotated(values.float(), fmt, operand.dim)
+        elements = reference.decode(operand.codes, fmt, operand.dim, before.shape, torch.bfloat16)
+    else:
+        assert scale_inv is not None
+        # Values under scales of 1 are the elements: 127 is E8M0's, 56 that of E4M3 under an amax of max x max.
+        one = 56 if fmt.scale_rule == "two_level" else 127 if scale_inv.dtype == torch.uint8 else 1
+        amax = None if operand.amax is None else torch.full_like(operand.amax, fmt.max * fmt.block_scale_max)
+        of_ones = operand._replace(scale_inv=torch.full_like(scale_inv, one), amax=amax)
+        before, elements = values, of_ones.dequantize(torch.bfloat16)
+    rows = torch.full((), len(before), device=values.device) if offsets is None else offsets[-1]
+    return before, elements.abs_(), rows.double() * before.shape[1]
 
 
 def combine(measured: Tensor) -> Tensor:
@@ -96,7 +105,7 @@ def combine(measured: Tensor) -> Tensor:
 def read(measured: Tensor) -> Losses:
     """Reads what :func:`measure` or :func:`combine` gave [7]; waits for the device."""
     amax, count, underflow, largest, signal, noise, nonfinite = measured.tolist()
-    ratio = math.inf if noise == 0 else signal / noise
+    ratio = 0.0 if not signal < math.inf or math.isnan(noise) else math.inf if noise == 0 else signal / noise
     snr = -math.inf if ratio == 0 else 10 * math.log10(ratio)
     count = max(count, 1)
     return Losses(amax, underflow / count, largest / count, snr, int(nonfinite))
