@@ -103,6 +103,7 @@ def test_tokens_of_source_text(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--vocabulary", 300), "--vocabulary is for --machine-text"),
+        (("--text-bytes", 300), "--text-bytes is for --machine-text"),
         (("--machine-text", "--vocabulary", 300), "text has bytes of 256; choose another --out, or its --vocabulary"),
         (("--recipes", "block+2d"), "2d is an option of mxfp8 and mxfp4 and w4a8"),
         (("--recipes", "mxfp4+4over6"), "4over6 is an option of nvfp4"),

@@ -72,6 +72,7 @@ def study(
     machine_text: Annotated[
         bool, typer.Option("--machine-text", help="all source text of this machine, each content once; kept in --out")
     ] = False,
+    text_bytes: Annotated[int | None, typer.Option(min=1, help="about how many of the --machine-text")] = None,
     vocabulary: Annotated[
         int, typer.Option(help="of a tokenizer that is trained on the --machine-text, such as 8192; 0: bytes")
     ] = 0,
@@ -119,8 +120,8 @@ def study(
         held.enter_context(output_optional())
         with user_errors():
             plan = make_plan(
-                paths or [], machine_text, vocabulary, recipes, seeds, model, steps, batch_size, accumulate, experts,
-                learning_rate, warmup, clip, evaluations, evaluation_batches, device, workers, minutes, out,
+                paths or [], machine_text, text_bytes, vocabulary, recipes, seeds, model, steps, batch_size, accumulate,
+                experts, learning_rate, warmup, clip, evaluations, evaluation_batches, device, workers, minutes, out,
                 resolution, (max_gap, max_gap_4bit),
             )  # fmt: skip
             held.enter_context(claimed(plan.out))
@@ -144,9 +145,9 @@ def study(
 
 
 def make_plan(
-    paths: Sequence[Path], machine_text: bool, vocabulary: int, recipes: str, seeds: str, model: str, steps: int,
-    batch_size: int, accumulate: int, experts: int, learning_rate: float | None, warmup: float, clip: float,
-    evaluations: int, evaluation_batches: int, device: str, workers: int, minutes: float, out: Path | None,
+    paths: Sequence[Path], machine_text: bool, text_bytes: int | None, vocabulary: int, recipes: str, seeds: str,
+    model: str, steps: int, batch_size: int, accumulate: int, experts: int, learning_rate: float | None, warmup: float,
+    clip: float, evaluations: int, evaluation_batches: int, device: str, workers: int, minutes: float, out: Path | None,
     resolution: float, limits: tuple[float, float],
 ) -> Study:  # fmt: skip
     """The study that the options ask for; raises ValueError for what is impossible."""
@@ -164,9 +165,10 @@ def make_plan(
     if packed := [path for path in paths if path.suffix in SUFFIXES]:
         raise ValueError(f"{packed[0]} is a packed token file, but a study reads text as bytes; give text files")
     if machine_text:
-        paths = [kept_text(folder, paths, vocabulary)]
-    elif vocabulary:
-        raise ValueError("--vocabulary is for --machine-text; add that, or leave it out")
+        paths = [kept_text(folder, paths, vocabulary, text_bytes)]
+    elif vocabulary or text_bytes:
+        option = "--vocabulary" if vocabulary else "--text-bytes"
+        raise ValueError(f"{option} is for --machine-text; add that, or leave it out")
     corpus = runs.load_text(paths, sizes.context)
     devices = all_devices(choose_device(device))
     rate = sizes.learning_rate if learning_rate is None else learning_rate
@@ -183,13 +185,13 @@ def make_plan(
     return Study(tuple(jobs), conditions, tuple(paths), devices, workers, threads, minutes, folder, each, resolution)
 
 
-def kept_text(out: Path, paths: Sequence[Path], vocabulary: int) -> Path:
+def kept_text(out: Path, paths: Sequence[Path], vocabulary: int, most: int | None) -> Path:
     """The folder where a study keeps the source text of the machine, made unless it is there."""
     if paths:
         raise ValueError(f"--machine-text is all source text that there is; leave {paths[0]} out, or the option")
     folder = out / "text"
     if (kept := source_text.read(folder)) is None:
-        source_text.write(source_text.gather(source_text.roots(), vocabulary), folder)
+        source_text.write(source_text.gather(source_text.roots(), vocabulary, most), folder)
     elif kept.vocabulary != (vocabulary or 256):
         raise ValueError(f"{folder} has {kept.unit}s of {kept.vocabulary}; choose another --out, or its --vocabulary")
     return folder
