@@ -395,8 +395,8 @@ def test_a_folder_of_another_process_is_refused(text: Path, tmp_path: Path) -> N
 
 def test_limits_are_by_the_bits_and_options_change_them(text: Path, tmp_path: Path) -> None:
     def limits(**changed: object) -> dict[str, float]:
-        options = {"paths": [text], "machine_text": False, "text_bytes": None, "vocabulary": 0, "accumulate": 1, "experts": 0,
-                   "warmup": 0.1, "clip": 1.0,
+        options = {"paths": [text], "machine_text": False, "text_bytes": None, "vocabulary": 0, "accumulate": 1,
+                   "experts": 0, "warmup": 0.1, "clip": 1.0,
                    "resolution": 0.001, "recipes": ",".join(NAMES), "seeds": "2", "model": "micro", "steps": 1,
                    "batch_size": 1, "learning_rate": None, "evaluations": 1, "evaluation_batches": 1, "device": "cpu",
                    "workers": 1, "minutes": math.inf, "out": tmp_path,
