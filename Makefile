@@ -89,7 +89,11 @@ $(BIN)/pip:
 
 # One stamp for each extra; a changed pyproject.toml installs again. Everything in one pip call, so that a conflict shows
 # before the large download. Left to itself pip would take the newest torch, hence the pin where there is none.
+# Tests import torchtitan's models, which need no datasets, wandb and other things that its trainer wants.
+ALONE := torchtitan==0.3.0 spmd_types==0.2.3
+
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --editable ".[$*]" \
 	    $$($(BIN)/python -c "$(HAS_TORCH)" 2>/dev/null || echo $(TORCH))
+	$(if $(filter test,$*),$(BIN)/python -m pip install --no-deps $(ALONE))
 	touch $@
