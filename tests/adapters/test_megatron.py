@@ -1,0 +1,80 @@
+"""Megatron-core's MLP with our linears, beside its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minifloat.functional import count_gemms
+from tests.helpers.distributed_pool import Pools
+
+pytest.importorskip("megatron.core")
+
+
+def run(recipe: str | None, sequence_parallel: bool, x: Tensor, dy: Tensor) -> tuple[list[Tensor], int]:
+    """Y, dX, gradients of the parameters, and how many products were ours."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from minifloat.adapters.megatron import quantized
+
+    group = dist.group.WORLD
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, ffn_hidden_size=128, use_cpu_initialization=True,
+        tensor_model_parallel_size=dist.get_world_size(), sequence_parallel=sequence_parallel, hidden_dropout=0.0,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec()
+    spec = spec if recipe is None else quantized(spec, recipe)
+    torch.manual_seed(0)
+    mlp = MLP(config, spec.submodules.mlp.submodules, tp_group=group)
+    x = x.clone().requires_grad_()
+    with count_gemms() as gemms, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where Megatron makes its buffers
+        y, bias = mlp(x)
+        (y + bias).backward(dy)
+    assert sorted(mlp.state_dict()) == sorted(
+        f"linear_fc{i}.{name}" for i in (1, 2) for name in ("weight", "bias", "_extra_state")
+    )
+    return [y.detach(), x.grad, *(p.grad for p in mlp.parameters())], gemms.total()  # type: ignore[list-item]
+
+
+def compare(rank: int, size: int, sequence_parallel: bool) -> list[float]:
+    """Errors beside Megatron's, which has all rows on each rank: its sequence parallelism needs a GPU."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(32, 2, 64, generator=generator) for _ in range(2))
+    wanted, none = run(None, False, x, dy)
+    rows = slice(16 * rank, 16 * rank + 16) if sequence_parallel else slice(None)
+    wanted[:2] = [each[rows] for each in wanted[:2]]
+    errors = []
+    for recipe in ("none", "mxfp8"):
+        found, products = run(recipe, sequence_parallel, x[rows], dy[rows])
+        assert none == 0 and (recipe == "none" or products == 6)
+        pairs = list(zip(found, wanted, strict=True))
+        del pairs[-1:]  # db of the second, whose sum over ranks is Megatron's
+        errors.append(max(((a - b).norm() / b.norm()).item() for a, b in pairs))
+    return errors
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_an_mlp_of_two_ranks(worker_pool: Pools, sequence_parallel: bool) -> None:
+    for exact, rounded in worker_pool(2).run(compare, sequence_parallel):
+        assert exact < 1e-5 and 1e-3 < rounded < 0.1
+
+
+def test_the_provider_and_what_is_refused() -> None:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from minifloat.adapters.megatron import MinifloatSpecProvider
+
+    provider: Any = MinifloatSpecProvider("mxfp8")
+    assert issubclass(provider.column_parallel_linear(), ColumnParallelLinear)
+    assert issubclass(provider.row_parallel_linear(), RowParallelLinear)
+    _, experts = provider.grouped_mlp_modules(moe_use_grouped_gemm=False, moe_use_legacy_grouped_gemm=False)
+    assert experts.linear_fc1 is provider.column_parallel_linear()
+    with pytest.raises(ValueError, match="histories of delayed scaling"):
+        MinifloatSpecProvider("delayed")
