@@ -137,7 +137,7 @@ def given(corpus: Corpus, **changed: object) -> Conditions:
 
 NAMES = [
     "nvfp4+4over6", "nvfp4+no-rht+4over6", "nvfp4+no-sr+last-bf16", "nvfp4+no-2d", "current+parameters", "mxfp8+tail15",
-    "w4a8", "mxfp4+2d+rht", "current+e4m3+split", "block+f32-scales", "mxfp8+codes",
+    "w4a8", "mxfp4+2d+rht", "current+e4m3+split", "block+f32-scales", "mxfp8+codes", "nvfp4+forward",
 ]  # fmt: skip
 
 

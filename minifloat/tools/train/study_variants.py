@@ -11,6 +11,7 @@
 ``split``          current and rowwise with fprop accumulated in fp32, as dgrad and wgrad are
 ``f32-scales``     block with scales that are no powers of two
 ``codes``          block and MXFP8 whose wgrad operands are cast from the codes of the others
+``forward``        backward in bf16
 ``last-bf16``      the last quarter of the layers in bf16
 ``tail15``         the last 15 % of the layers in bf16, to the nearest number, at least one
 ``parameters``     weights kept as codes, under fp32 masters in the optimizer
@@ -58,6 +59,7 @@ FIELDS: dict[str, tuple[tuple[type[Recipe], ...], dict[str, Any]]] = {  # recipe
     "e4m3": (_TENSOR, {"fp8_format": ElementPair.E4M3}),
     "split": ((Float8CurrentScaling, Float8RowwiseScaling), {"fp8_gemm_fprop": split()}),
     "f32-scales": ((Float8BlockScaling,), {"use_f32_scales": True}),
+    "forward": ((Recipe,), {"backward_override": "high_precision"}),
     "codes": (_BLOCKS, {"columnwise_source": "rowwise_dequantized"}),
 }
 TAILS = {"last-bf16": 0.25, "tail15": 0.15}  # which share of the layers is in bf16
