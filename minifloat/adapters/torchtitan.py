@@ -21,7 +21,7 @@ class QuantizedLinear(Linear, Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Linear.Config):
-        """That of torchtitan's linear, and the short name of a recipe."""
+        """Adds the short name of a recipe to the config of torchtitan's linear."""
 
         recipe: str = "current"
 
