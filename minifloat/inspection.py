@@ -58,7 +58,7 @@ def measure(x: Tensor, operand: Operand) -> Tensor:
             values = torch.where(finite, x, 0)
         noise = operand.dequantize(torch.float32).sub_(values).masked_fill_(~finite, 0)
         before, elements, count = _elements(values, operand)
-        if elements.shape == finite.shape:
+        if fmt.transform == "none":
             elements.masked_fill_(~finite, 0)
         sums = [
             count,

@@ -62,6 +62,7 @@ def test_values_are_refused() -> None:
 def test_zeros_of_a_rotated_format_are_counted_after_the_rotation() -> None:
     x = torch.zeros(16, 16, dtype=torch.bfloat16)
     x[3] = 1  # each rotated element is 1/4 or -1/4, so that none is lost
+    x[5, 7] = math.nan
     fmt = parse("e2m1/1x16/two_level/hadamard16")
     seen = read(measure(x, Quantizer(parse("e2m1/1x16/two_level"), column_format=fmt, rowwise=False)(x).any))
-    assert (seen.underflow, seen.saturation, seen.nonfinite) == (0, 1, 0)
+    assert (seen.underflow, seen.nonfinite) == (0, 1) and seen.saturation > 0.9

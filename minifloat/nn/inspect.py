@@ -91,7 +91,7 @@ class Inspection:
         if used.inspection is not None:
             raise RuntimeError("inspect: another inspection is open; close() it first")
         for name, module in model.named_modules():
-            if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
                 raise ValueError(
                     f"inspect: {name or type(module).__name__} is compiled, and compiled code reports no casts; "
                     "inspect the model that torch.compile was given, in steps of its own"
