@@ -167,6 +167,7 @@ def test_experts_keep_their_bits(recipe: str, options: dict[str, Any]) -> None:
             seen.close()
             found = {(place.layer, place.role) for place, _ in seen.rows()}
             assert found == {(f"experts.fc{i}", role) for i in (1, 2) for role in ("X", "W", "dY")}
+            assert all(of.snr > 10 for _, of in seen.rows())  # each beside the values that it was cast from
         return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))

@@ -472,7 +472,7 @@ def table(forward: str | Formats, weight: str, gradient: str | Formats) -> dict[
 
 
 FP4, FP4_TILE = "e2m1/1x16/two_level", "e2m1/16x16/two_level"
-ROTATED = f"{FP4}/hadamard16"
+ROTATED, MXFP4 = f"{FP4}/hadamard16", "e2m1/1x32/e8m0"
 STOCHASTIC, ROTATED_STOCHASTIC = f"{FP4}/stochastic", f"{FP4}/hadamard16/stochastic"
 MAE, MSE, MAX256 = "four_over_six_mae", "four_over_six_mse", "max=256.0"
 PER_TENSOR = table("e4m3/tensor/fp32", "e4m3/tensor/fp32", "e5m2/tensor/fp32")
@@ -532,6 +532,10 @@ TABLES: list[tuple[Recipe, dict[str, Formats]]] = [
     (
         NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all", row_scaled_activation=True),
         table(f"{FP4}/{MAE}/{MAX256}/amax_per_row", f"{FP4_TILE}/{MAE}/{MAX256}", STOCHASTIC),
+    ),
+    (
+        MXFP4BlockScaling(enable_2d_quantization=True, enable_rht=True),
+        table((MXFP4, f"{MXFP4}/hadamard16"), "e2m1/32x32/e8m0", (MXFP4, f"{MXFP4}/hadamard16")),
     ),
 ]
 

@@ -40,7 +40,12 @@ def run(recipe: str | None, sequence_parallel: bool, x: Tensor, dy: Tensor) -> t
     assert sorted(mlp.state_dict()) == sorted(
         f"linear_fc{i}.{name}" for i in (1, 2) for name in ("weight", "bias", "_extra_state")
     )
-    return [y.detach(), x.grad, *(p.grad for p in mlp.parameters())], gemms.total()  # type: ignore[list-item]
+    qkv = type(mlp.linear_fc1)(
+        64, 96, config=config, init_method=torch.nn.init.normal_, bias=True, skip_bias_add=False, tp_group=group
+    )
+    torch.nn.init.constant_(qkv.bias, 64.0)
+    z = qkv(x.detach())[0].detach()
+    return [y.detach(), x.grad, z, *(p.grad for p in mlp.parameters())], gemms.total()  # type: ignore[list-item]
 
 
 def compare(rank: int, size: int, sequence_parallel: bool) -> list[float]:
