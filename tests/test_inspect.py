@@ -202,3 +202,13 @@ def test_experts_are_measured_as_single_linears(recipe: str) -> None:
         assert (of.amax, of.nonfinite) == (want[place].amax, want[place].nonfinite)
         assert drawn or of.snr == pytest.approx(want[place].snr, abs=1e-6, nan_ok=True)
         assert math.isnan(of.underflow) if rotated else drawn or of[1:3] == pytest.approx(want[place][1:3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_a_gpu(recipe: str) -> None:
+    with torch.device("cuda"):
+        for kind in MODULES:
+            test_no_bit_changes_and_every_operand_is_seen(kind, recipe)
+        test_experts_keep_their_bits(recipe, {})
+        test_experts_are_measured_as_single_linears(recipe)
