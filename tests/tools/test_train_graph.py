@@ -78,6 +78,21 @@ def test_fp32_wgrad(graph_device: torch.device, recipe: str, experts: int) -> No
     assert finer > sum(not torch.equal(theirs, theirs.bfloat16().float()) for theirs in rounded)
 
 
+def test_finish(graph_device: torch.device, tmp_path: Path) -> None:
+    """The last steps have no recipe, replayed or not, and also in a run that goes on in the middle of them."""
+    config = replace(CONFIG, finish=0.5)
+    wanted = run(graph_device, "nvfp4", False, config=config)
+    assert_alike(run(graph_device, "nvfp4", True, config=config), wanted)
+    assert wanted[0][:3] == run(graph_device, "nvfp4", False)[0][:3]
+    unquantized = sum(count for gemm, count in wanted[1].items() if gemm.a == "identity")
+    assert 4 * unquantized == sum(wanted[1].values())  # autograd runs two of each three, and counts none
+    saved, steps = Checkpoints(tmp_path, {}, None, 2, None, {}), iter(range(1, 10))
+    with pytest.raises(Interrupted):
+        run(graph_device, "nvfp4", True, config=config, checkpoints=saved, stop=lambda: next(steps) == 4)
+    saved = replace(saved, start=latest(tmp_path))
+    assert_alike(run(graph_device, "nvfp4", True, config=config, checkpoints=saved), wanted)
+
+
 def test_resume(graph_device: torch.device, tmp_path: Path) -> None:
     """A run that was stopped goes on with the same numbers."""
     whole = run(graph_device, "delayed", False)

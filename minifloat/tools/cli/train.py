@@ -104,6 +104,9 @@ def train(
     fp32_wgrad: Annotated[
         bool, typer.Option("--fp32-wgrad", help="on one GPU: gradients of linears' weights are never rounded to bf16")
     ] = False,
+    finish: Annotated[
+        float, typer.Option(help="share of the steps, the last ones, in bf16: closes most of a 4-bit recipe's gap")
+    ] = 0.0,
     max_gap: Annotated[
         float | None,
         typer.Option(help=f"largest relative gap of the losses; default {MAX_GAP}, 4-bit {MAX_GAP_4BIT}; inf: any"),
@@ -140,7 +143,9 @@ def train(
             own = OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context, experts, top_k, expert_bias_rate)
             sizes = sizes_of(model, own, hf)
             rate = sizes.learning_rate if learning_rate is None else learning_rate
-            config = TrainConfig(steps, batch_size, rate, seed, accumulate=accumulate, fp32_wgrad=fp32_wgrad)
+            config = TrainConfig(
+                steps, batch_size, rate, seed, accumulate=accumulate, fp32_wgrad=fp32_wgrad, finish=finish
+            )
             corpus = data.load(
                 paths or (), least=sizes.context + 1, tokenizer=tokenizer, vocabulary=vocabulary,
                 token_dtype=token_dtype,

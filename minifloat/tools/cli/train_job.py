@@ -263,8 +263,8 @@ def gemm_problems(job: Job, run: Run) -> list[str]:
     recipe = recipe_of(run.name)
     if recipe is None:
         return []
-    each = run.linears * job.config.steps * job.config.accumulate
-    return report.check_gemms(run.name, run.gemms, recipe.expected_gemms(), each)
+    each = run.linears * job.config.quantized_steps * job.config.accumulate
+    return report.check_gemms(run.name, run.gemms, recipe.expected_gemms(), each, partly=job.config.finish > 0)
 
 
 def facts(job: Job, runs: list[Run]) -> dict[str, str]:

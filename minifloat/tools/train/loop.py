@@ -24,6 +24,7 @@ from minifloat.tools.train.state import TrainState, own_random_numbers, seed_gen
 from minifloat.tools.train.step import (
     Batch,
     batch_loss,
+    compute_unquantized,
     imbalance_of,
     keep_wgrads_unrounded,
     make_optimizer,
@@ -57,7 +58,8 @@ def train(
     that does not starts from `weights`, those of another run, if there are any. A model that is shared by `ranks` is
     trained by all of them alike; its checkpoints fit any number of them. They are written while the training goes on.
     `optimizer` makes what steps the model; only `make_optimizer`'s state goes into checkpoints.
-    With `cuda_graph` each step from the second on is one replay of a CUDA graph, with the same results to the bit.
+    With `cuda_graph` each step from the second on is one replay of a CUDA graph, with the same results to the bit; the
+    steps of `config.finish`, which have no recipe, are captured anew.
 
     Raises:
         NonFiniteError: the loss or the gradient of a step is not finite; names the step and the layer. Parameters and
@@ -88,9 +90,14 @@ def train(
         if config.fp32_wgrad:
             keep_wgrads_unrounded(model)
         first = state.step + 1
-        captured = CapturedStep(model, state.optimizer, config, device) if cuda_graph else None
+        captured, finishing = None, False
         with saving(checkpoints, ranks) as saver:
             while state.step < config.steps:
+                if not finishing and state.step >= config.quantized_steps:
+                    compute_unquantized(model)
+                    captured, finishing = None, True
+                if cuda_graph and captured is None:
+                    captured = CapturedStep(model, state.optimizer, config, device)
                 metrics = advance(name, state, config, held_out, context, saver, captured)
                 if metrics.step == first:  # which compiles and allocates: it alone takes long
                     ranks.set_timeout(ranks.timeout)

@@ -44,6 +44,7 @@ class TrainConfig:
     fp32_wgrad: bool = False  # of linears; else dW is rounded to `dtype`, and copied to fp32
     decay: Literal["cosine", "linear"] = "cosine"  # of the learning rate: to a tenth, to zero
     early_every: int = 1  # evaluations before the last take one batch in so many
+    finish: float = 0.0  # share of the steps, the last ones, that compute without a recipe
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -56,6 +57,8 @@ class TrainConfig:
             )
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"--warmup is {self.warmup}; choose a share of the steps, from 0 to 1")
+        if not 0 <= self.finish < 1:
+            raise ValueError(f"--finish is {self.finish}; choose a share of the steps, from 0 to below 1, such as 0.2")
         if not self.clip > 0:
             raise ValueError(f"--clip is {self.clip}; choose a gradient norm above 0, or inf")
         check_seed(self.seed)
@@ -64,6 +67,11 @@ class TrainConfig:
     def sequences(self) -> int:
         """Number of sequences in a step."""
         return self.batch_size * self.accumulate
+
+    @property
+    def quantized_steps(self) -> int:
+        """Number of steps before the finish."""
+        return self.steps - round(self.finish * self.steps)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step (from 1): a linear rise, then the `decay`; a line would reach 0 after the last.
@@ -88,7 +96,8 @@ class TrainConfig:
         `early_every` changes no step.
         """
         fields = asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
-        unnamed = {"early_every"} | {name for name in ("fp32_wgrad", "decay") if fields[name] in (False, "cosine")}
+        newer = {"fp32_wgrad": False, "decay": "cosine", "finish": 0.0}
+        unnamed = {"early_every"} | {name for name, default in newer.items() if fields[name] == default}
         return {name: value for name, value in fields.items() if name not in unnamed}
 
 

@@ -37,6 +37,13 @@ def keep_wgrads_unrounded(model: nn.Module) -> None:
             layer.wgrad_in_weight_dtype = True
 
 
+def compute_unquantized(model: nn.Module) -> None:
+    """Lets linears that have a recipe of their own compute without one from now on."""
+    for module in model.modules():
+        if getattr(module, "recipe", None) is not None:
+            module.recipe = "none"  # type: ignore[assignment]
+
+
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

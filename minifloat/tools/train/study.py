@@ -77,6 +77,7 @@ class Conditions:
             self.steps, self.batch_size, self.learning_rate, job.seed, evaluations=self.evaluations,
             evaluation_batches=self.evaluation_batches, dtype=torch.float32 if job.name == FP32 else torch.bfloat16,
             accumulate=self.accumulate, warmup=self.warmup, clip=self.clip, decay=self.decay, early_every=EARLY_EVERY,
+            finish=0.0 if job.variant is None else job.variant.finish,
         )  # fmt: skip
 
     @property

@@ -28,13 +28,11 @@ def problems_of_runs(results: Results) -> list[str]:
         if result.error is not None:
             problems.append(f"seed {job.seed}: {result.error}")
         elif (variant := job.variant) is not None:
-            conditions, gemms = result.conditions, result.run.gemms
-            layers = variant.quantized_layers(conditions.sizes)
-            if layers < conditions.sizes.layers:
-                gemms = Counter({key: n for key, n in gemms.items() if (key.a, key.b) != ("identity", "identity")})
-            each = conditions.sizes.linears // conditions.sizes.layers * layers
-            each *= conditions.steps * conditions.accumulate
-            wrong = check_gemms(job.name, gemms, variant.recipe.expected_gemms(), each)
+            sizes, config = result.conditions.sizes, result.conditions.config(job)
+            layers, steps = variant.quantized_layers(sizes), config.quantized_steps
+            each = sizes.linears // sizes.layers * layers * steps * config.accumulate
+            partly = layers < sizes.layers or steps < config.steps
+            wrong = check_gemms(job.name, result.run.gemms, variant.recipe.expected_gemms(), each, partly=partly)
             problems += [f"seed {job.seed}: {problem}" for problem in wrong]
         elif quantized := [gemm for gemm in result.run.gemms if (gemm.a, gemm.b) != ("identity", "identity")]:
             problems.append(f"seed {job.seed}: {job.name} ran quantized GEMMs, {quantized}")

@@ -14,6 +14,8 @@
 ``forward``        backward in bf16
 ``last-bf16``      the last quarter of the layers in bf16
 ``tail15``         the last 15 % of the layers in bf16, to the nearest number, at least one
+``finish10``       the last 10 % of the steps in bf16
+``finish20``       the last 20 % of the steps in bf16
 ``parameters``     weights kept as codes, under fp32 masters in the optimizer
 ``saved8``         experts that keep the inputs of their activations in MXFP8
 ``saved4``         experts that keep them in MXFP4
@@ -45,7 +47,7 @@ from minifloat.recipe.scaling import (
 from minifloat.tensor import QuantizedTensor
 from minifloat.tools.train.model import ModelConfig, Transformer
 from minifloat.tools.train.run import TrainConfig
-from minifloat.tools.train.step import make_optimizer, parameter_groups
+from minifloat.tools.train.step import compute_unquantized, make_optimizer, parameter_groups
 
 _TENSOR = DelayedScaling, Float8CurrentScaling
 _BLOCKS = Float8BlockScaling, MXFP8BlockScaling
@@ -63,8 +65,9 @@ FIELDS: dict[str, tuple[tuple[type[Recipe], ...], dict[str, Any]]] = {  # recipe
     "codes": (_BLOCKS, {"columnwise_source": "rowwise_dequantized"}),
 }
 TAILS = {"last-bf16": 0.25, "tail15": 0.15}  # which share of the layers is in bf16
+FINISHES = {"finish10": 0.1, "finish20": 0.2}  # which share of the steps is
 SAVED: dict[str, SavedActivation] = {"saved8": "mxfp8", "saved4": "mxfp4"}
-OPTIONS = (*FIELDS, *TAILS, "parameters", *SAVED)
+OPTIONS = (*FIELDS, *TAILS, *FINISHES, "parameters", *SAVED)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,11 @@ class Variant:
         return sizes.layers - (max(1, round(share * sizes.layers)) if share else 0)
 
     @property
+    def finish(self) -> float:
+        """Share of the steps, the last ones, in bf16."""
+        return max((FINISHES.get(option, 0.0) for option in self.options), default=0.0)
+
+    @property
     def can_stop(self) -> bool:
         """Checkpoints hold what its optimizer has; otherwise a run that was stopped starts anew."""
         return "parameters" not in self.options
@@ -122,9 +130,7 @@ class Variant:
         blocks = model.get_submodule("blocks")
         assert isinstance(blocks, nn.ModuleList)
         for block in blocks[self.quantized_layers(sizes) :]:
-            for module in block.modules():
-                if getattr(module, "recipe", None) is not None:
-                    module.recipe = "none"  # type: ignore[assignment]
+            compute_unquantized(block)
         for kept_in in [SAVED[option] for option in SAVED.keys() & self.options]:
             for module in model.modules():
                 if isinstance(module, GroupedMLP):
