@@ -21,6 +21,7 @@ from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import fully_shard, hooks, sharded_weights
 from minifloat.quantizer import cast_all
 from minifloat.tensor import QuantizedTensor
+from minifloat.tools.train.step import compute_unquantized
 from tests.helpers.fsdp_compare import Differences, Reads, wholes
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the tests change no output in place
@@ -42,7 +43,7 @@ class Case(NamedTuple):
             ``"checkpoint"``: activation checkpointing of the first child; ``"save_on_cpu"``: what is saved for backward
             goes through hooks that read it; ``"autocast"``: one around the forward, as
             the region of delayed scaling; ``"frozen"``: the first weight has no gradient; ``"preserve"``: masters
-            start from the values before the first cast.
+            start from the values before the first cast; ``"finish"``: from the second step on without a recipe.
     """
 
     model: str
@@ -233,6 +234,10 @@ def in_lockstep(rank: int, size: int, twins: Twins, case: Case, steps: int, devi
     found = Differences()
     reads = Reads(twins.plain, twins.sharded, found)
     for step in range(steps):
+        if step == 1 and "finish" in case.options:
+            for model in twins[:2]:
+                compute_unquantized(model)
+            reads = Reads(twins.plain, twins.sharded, found)
         _forward_and_backward(twins, case, found, reads, generator, device)
         _compare_gradients(twins, found, size)
         twins.step()

@@ -51,6 +51,10 @@ def test_modules(worker_pool: Pools, model: str, units: str, recipe: str) -> Non
         Case("fused", "mxfp8", options=("save_on_cpu",)),
         Case("transformer", "mxfp8", options=("checkpoint",)),
         Case("transformer", "delayed", "nested", options=("checkpoint", "autocast")),
+        Case("transformer", "nvfp4", "root", options=("finish", "evaluate")),
+        Case("fused", "delayed", reshard=False, dtype="bfloat16", options=("finish", "accumulate")),
+        Case("experts", "current", options=("finish",)),
+        Case("one parameter", "current", "nested", options=("finish", "keep")),
     ],
     ids=lambda case: "-".join(str(value) for value in (*case[:3], case.reshard, case.dtype, *case.options)),
 )

@@ -129,7 +129,7 @@ def sharded_weights(module: nn.Module) -> dict[str, tuple[str, str]]:
     """
     names = {each: name for name, each in module.named_modules()}
     found = {}
-    for parameter in hooks.parameters_below(module):
+    for parameter in [each for each in hooks.parameters_below(module) if not each.weight.left_unquantized]:
         quantizer, (holder, name, _) = parameter.weight.quantizer, hooks.holder_of(parameter)
         found[f"{names[holder]}.{name}".lstrip(".")] = quantizer.row_format.spec, quantizer.format(COLUMNWISE).spec
     return found

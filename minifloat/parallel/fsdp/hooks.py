@@ -56,6 +56,14 @@ class ShardedParameter(FSDPParam):
         hooked: ShardedParameter = param
         return hooked
 
+    def release(self) -> None:
+        """Leaves the parameter to FSDP2 from now on, which gathers it in high precision; it must be at rest."""
+        self.weight.fsdp.reshard()
+        self.all_gather_outputs = []
+        self.__dict__.pop("_unsharded_param", None)
+        self.__class__ = FSDPParam  # type: ignore[assignment]
+        self._init_extensions()
+
     @property
     def local(self) -> Tensor:
         """This rank's rows [m, K], in high precision or quantized, where they are kept."""
@@ -160,7 +168,10 @@ class CastingState(FSDPState):
             context.post_optim_event = None
         if self._below is None:
             self._below = parameters_below(self._modules[0])
-        self.cast(self._below)
+        for each in self._below:
+            if isinstance(each, ShardedParameter) and each.weight.left_unquantized:
+                each.release()
+        self.cast([each for each in self._below if isinstance(each, ShardedParameter)])
 
 
 def cast_before_forward(module: nn.Module, cast: Callable[[list[ShardedParameter]], None]) -> None:

@@ -230,6 +230,11 @@ class ShardedWeight(ShardedRows):
         self._backward_reads_both = False
         self._fetched_in_forward = False  # not so a compiled layer, which takes what is there
 
+    @property
+    def left_unquantized(self) -> bool:
+        """Whether the layer's recipe was set to "none" since, and the parameters are in high precision."""
+        return self.layer.recipe == "none" and not isinstance(self.params[0].local, QuantizedTensor)
+
     # ---- this rank's part ----
 
     def parameters(self) -> list[Any]:
@@ -360,7 +365,7 @@ class ShardedWeight(ShardedRows):
             if quantizer.format(dim) != self.quantizer.format(dim) and not is_quantized:
                 raise ValueError(
                     f"{label}: the weight was gathered as {self.quantizer.format(dim).spec}, and the recipe in force "
-                    f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard, and leave it"
+                    f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard; later only to \"none\""
                 )
         in_forward = self.fsdp.training_state == "FORWARD" and not hooks.in_backward()
         if in_forward and self.fsdp.gathers_for_backward and not recompute.hooks_read():
