@@ -159,7 +159,7 @@ def test_layers_of_a_tail(name: str, layers: int, quantized: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bf16-reordered", "fp32", "mxfp4+2d+rht", "nvfp4+no-rht+4over6", "current+parameters"]
+    "name", ["bf16-reordered", "fp32", "mxfp4+2d+rht", "nvfp4+no-rht+4over6", "current+parameters", "delayed+finish20"]
 )
 def test_captured_runs_are_the_same(name: str, corpus: Corpus, graph_device: torch.device) -> None:
     """Each step of the rise and of the fall of the learning rate, and the evaluations in between."""
@@ -169,6 +169,16 @@ def test_captured_runs_are_the_same(name: str, corpus: Corpus, graph_device: tor
     ]
     losses = [[(m.loss, m.gradient_norm, m.validation_loss) for m in run.history] for run in runs]
     assert losses[0] == losses[1] and len(losses[0]) == 5 and runs[0].gemms == runs[1].gemms
+
+
+def test_a_finish_has_no_recipe(corpus: Corpus) -> None:
+    """Fewer quantized steps than the name says are a problem of the run."""
+    result = study.execute(Job("nvfp4+finish20", 0), given(corpus, steps=10), corpus, CPU)
+    assert study_report.problems_of_runs({result.job: result}) == []
+    assert len(study_report.problems_of_runs({Job("nvfp4+finish10", 0): result})) == 3  # of fprop, dgrad and wgrad
+    plain = study.execute(Job("nvfp4", 0), given(corpus, steps=10), corpus, CPU)
+    found, wanted = ([metrics.loss for metrics in run.run.history] for run in (result, plain))
+    assert found[:8] == wanted[:8] and found[8:] != wanted[8:]
 
 
 def test_rates_fall_to_zero_and_early_evaluations_are_short(corpus: Corpus) -> None:

@@ -198,6 +198,16 @@ def test_a_signal_saves_and_resume_goes_on(
     assert f"{at} continued from: step 3" in (tmp_path / "parts" / "report.md").read_text()
 
 
+def test_a_run_with_a_finish_is_extended(command: list[object], tmp_path: Path) -> None:
+    """The last fifth of a 4-bit run has no recipe; the fifth of the shorter run counts as none of the longer one's."""
+    arguments = *command, "--recipe", "nvfp4", "--out", tmp_path / "run"
+    for options in (("--steps", 5), ("--steps", 10, "--resume")):
+        code, output = invoke(*arguments, *options)
+        assert code == 0, output
+    report = (tmp_path / "run/report.md").read_text()
+    assert "finish=0.2" in report and "nvfp4 continued from: step 5" in report
+
+
 def test_resume_from_another_folder(command: list[object], tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     assert invoke(*command, "--out", first, "--save-every", 2, "--keep", 5)[0] == 0

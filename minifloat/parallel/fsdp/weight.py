@@ -365,7 +365,7 @@ class ShardedWeight(ShardedRows):
             if quantizer.format(dim) != self.quantizer.format(dim) and not is_quantized:
                 raise ValueError(
                     f"{label}: the weight was gathered as {self.quantizer.format(dim).spec}, and the recipe in force "
-                    f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard; later only to \"none\""
+                    f"wants {quantizer.format(dim).spec}; set the layer's recipe before fully_shard, or to 'none' later"
                 )
         in_forward = self.fsdp.training_state == "FORWARD" and not hooks.in_backward()
         if in_forward and self.fsdp.gathers_for_backward and not recompute.hooks_read():

@@ -10,6 +10,7 @@ MODEL = "tiny"
 # Relative, of the final validation losses of FP8; 4-bit elements learn visibly slower in a run this short.
 MAX_GAP = 0.05
 MAX_GAP_4BIT = 0.10
+FINISH_4BIT = 0.2  # share of the steps, the last ones, that a 4-bit recipe leaves to bf16
 # Relative, of the first gradient norms: rounding moves them by up to 6 %, a scale off by two by 20 % and more.
 MAX_GRADIENT_GAP = 0.12
 

@@ -12,6 +12,7 @@ import typer
 from minifloat.tools.cli import load, user_errors
 from minifloat.tools.cli.names import (
     BF16,
+    FINISH_4BIT,
     MAX_GAP,
     MAX_GAP_4BIT,
     MAX_GRADIENT_GAP,
@@ -105,8 +106,11 @@ def train(
         bool, typer.Option("--fp32-wgrad", help="on one GPU: gradients of linears' weights are never rounded to bf16")
     ] = False,
     finish: Annotated[
-        float, typer.Option(help="share of the steps, the last ones, in bf16: closes most of a 4-bit recipe's gap")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help=f"share of the steps, the last ones, in bf16; default: {FINISH_4BIT} of 4-bit recipes, else 0"
+        ),
+    ] = None,
     max_gap: Annotated[
         float | None,
         typer.Option(help=f"largest relative gap of the losses; default {MAX_GAP}, 4-bit {MAX_GAP_4BIT}; inf: any"),
@@ -143,6 +147,7 @@ def train(
             own = OwnSizes(layers, hidden, heads, kv_heads, mlp_hidden, context, experts, top_k, expert_bias_rate)
             sizes = sizes_of(model, own, hf)
             rate = sizes.learning_rate if learning_rate is None else learning_rate
+            finish = jobs.default_finish(names) if finish is None else finish
             config = TrainConfig(
                 steps, batch_size, rate, seed, accumulate=accumulate, fp32_wgrad=fp32_wgrad, finish=finish
             )

@@ -22,7 +22,7 @@ from minifloat.nn.inspect import inspect, own_file
 from minifloat.recipe import DelayedScaling, Recipe, named
 from minifloat.tools import inspected
 from minifloat.tools.cli import device_name, user_errors
-from minifloat.tools.cli.names import BF16, MAX_GAP, MAX_GAP_4BIT
+from minifloat.tools.cli.names import BF16, FINISH_4BIT, MAX_GAP, MAX_GAP_4BIT
 from minifloat.tools.cli.output import Observer, observers
 from minifloat.tools.cli.ranks import PATIENCE, launcher
 from minifloat.tools.cli.resume import Start, checkpoint_folder, resume_command
@@ -123,8 +123,18 @@ def recipe_of(name: str) -> Recipe | None:
 
 def default_gap(name: str) -> float:
     """Largest accepted gap of the recipe's validation loss from its twin's, relative."""
+    return MAX_GAP_4BIT if is_4bit(name) else MAX_GAP
+
+
+def default_finish(names: tuple[str, ...]) -> float:
+    """Share of the steps, the last ones, without a recipe: it closes most of the gap of 4-bit ones."""
+    return FINISH_4BIT if any(map(is_4bit, names)) else 0.0
+
+
+def is_4bit(name: str) -> bool:
+    """Whether a product of the recipe has 4-bit elements."""
     recipe = recipe_of(name)
-    return MAX_GAP_4BIT if recipe is not None and report.has_4bit(recipe) else MAX_GAP
+    return recipe is not None and report.has_4bit(recipe)
 
 
 def run_or_stop(job: Job) -> list[Run]:
@@ -263,8 +273,12 @@ def gemm_problems(job: Job, run: Run) -> list[str]:
     recipe = recipe_of(run.name)
     if recipe is None:
         return []
-    each = run.linears * job.config.quantized_steps * job.config.accumulate
-    return report.check_gemms(run.name, run.gemms, recipe.expected_gemms(), each, partly=job.config.finish > 0)
+    config, a_step = job.config, run.linears * job.config.accumulate
+    each = a_step * config.quantized_steps
+    if run.name in job.start.continued:  # a run that is extended had a finish before
+        unquantized = sum(n for gemm, n in run.gemms.items() if (gemm.gemm, gemm.a) == ("fprop", "identity"))
+        each = min(each, a_step * config.steps - unquantized)
+    return report.check_gemms(run.name, run.gemms, recipe.expected_gemms(), each, partly=config.finish > 0)
 
 
 def facts(job: Job, runs: list[Run]) -> dict[str, str]:
