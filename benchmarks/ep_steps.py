@@ -12,7 +12,8 @@ other, over all steps and over the first 20: later any two runs part, and gradie
 should be are 1.6 times the bound over all steps, over the first ones 6.5 times (current scaling). SGD with momentum,
 since Adam would hide such a factor.
 
-Each command prints a line of JSON and appends it to ``--out``, where a mesh looks for the runs of one process.
+It runs on a CPU or, with ``--device cuda``, on two or four GPUs. Each command prints a line of JSON and appends it to
+``--out``, where a mesh looks for the runs of one process.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
 from benchmarks.etp_steps import PLAN, VOCABULARY, Model, batch
+from benchmarks.ranks import join
 from minifloat.distributed import parallelize
 from minifloat.optim import clip_grad_norm_
 from minifloat.recipe import OwnRecipe, named
@@ -65,14 +67,14 @@ def made_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.2, momentum=0.9)
 
 
-def one_process(recipe: OwnRecipe, experts: bool, steps: int, run: Run = RUNS[0]) -> list[float]:
+def one_process(recipe: OwnRecipe, experts: bool, steps: int, run: Run = RUNS[0], device: str = "cpu") -> list[float]:
     """Returns the loss of each step, on the data of all ranks: of four, of ``tp x etp`` two."""
-    model = made(recipe, experts)
+    model = made(recipe, experts).to(device)
     optimizer = made_optimizer(model)
     losses = []
     for step in range(steps):
         torch.manual_seed(1000 * steps * run.seed + 4 * step)
-        tokens = torch.cat([batch(step, rank) for rank in range(4 if experts else 2)], 1).roll(-run.moved, 1)
+        tokens = torch.cat([batch(step, rank) for rank in range(4 if experts else 2)], 1).roll(-run.moved, 1).to(device)
         total = 0.0
         for piece in tokens.chunk(run.pieces, 1):
             loss = minifloat.cross_entropy(model(piece[:-1]), piece[1:], classes=VOCABULARY) / run.pieces
@@ -85,18 +87,18 @@ def one_process(recipe: OwnRecipe, experts: bool, steps: int, run: Run = RUNS[0]
     return losses
 
 
-def on_mesh(kind: str, recipe: OwnRecipe, steps: int) -> list[float]:
+def on_mesh(kind: str, recipe: OwnRecipe, steps: int, device: str = "cpu") -> list[float]:
     """Returns the loss of each step, the mean of all ranks', whose data are parts of that of one process."""
     names = MESHES[kind]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=names)
     dense, rank = "tp" in names, dist.get_rank()
-    model = parallelize(made(recipe, not dense), mesh, plan=PLAN if dense else None)
+    model = parallelize(made(recipe, not dense).to(device), mesh, plan=PLAN if dense else None)
     optimizer, tp = made_optimizer(model), mesh["tp"] if dense else None
     data_rank = rank // 2 if dense else rank
-    losses = torch.zeros(steps, dtype=torch.float64)
+    losses = torch.zeros(steps, dtype=torch.float64, device=device)
     for step in range(steps):
         torch.manual_seed(4 * step + data_rank)  # noise that data ranks shared would not average out
-        tokens = batch(step, data_rank)
+        tokens = batch(step, data_rank).to(device)
         loss = minifloat.cross_entropy(model(tokens[:-1]), tokens[1:], tp_group=tp, classes=VOCABULARY)
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0, tp_group=tp)
@@ -104,7 +106,7 @@ def on_mesh(kind: str, recipe: OwnRecipe, steps: int) -> list[float]:
         optimizer.zero_grad()
         losses[step] = float(loss.detach())
     dist.all_reduce(losses)
-    return [float(loss) for loss in losses / 4]
+    return (losses / 4).tolist()
 
 
 def distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -154,9 +156,11 @@ def main() -> None:
     parser.add_argument("--experts", action="store_true", help="of one process: the model that the meshes of ep train")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device: str = options.device
+    join(device)
     rank, alone = dist.get_rank(), options.mesh == "one process"
     experts = options.experts if alone else options.mesh != "tp x etp"
     recipe: OwnRecipe = "none" if options.recipe == "none" else named(options.recipe)
@@ -164,10 +168,10 @@ def main() -> None:
     runs: list[Any] = [None] * 4 if alone else runs_in(options.out, key)
     begin = time.monotonic()
     if alone:
-        dist.all_gather_object(runs, one_process(recipe, experts, options.steps, RUNS[rank]))
+        dist.all_gather_object(runs, one_process(recipe, experts, options.steps, RUNS[rank], device))
         found = {"runs": [[round(loss, 7) for loss in run] for run in runs]}
     else:
-        found = compared(on_mesh(options.mesh, recipe, options.steps), runs)
+        found = compared(on_mesh(options.mesh, recipe, options.steps, device), runs)
     if rank == 0:
         mesh = options.mesh if alone else " x ".join(f"{name} 2" for name in MESHES[options.mesh])
         about = {"date": str(date.today()), "torch": torch.__version__, "mesh": mesh, **key}

@@ -1,12 +1,12 @@
-"""Many optimizer steps under extended tensor parallelism, beside replicas that average their gradients; on a CPU.
+"""Many optimizer steps under extended tensor parallelism, beside replicas that average their gradients.
 
     torchrun --nproc-per-node 4 benchmarks/etp_steps.py "tp x etp" current --steps 1000
     torchrun --nproc-per-node 4 benchmarks/etp_steps.py experts nvfp4 --steps 1000
 
 Two models of one seed see the same data, which differs between data ranks: the weights of one are shared, those of the
 other are replicated. Gradients are not clipped: their norm is a sum in another order. Meshes are ``tp`` 2 x ``etp`` 2,
-and ``etp`` 2 x ``eetp`` 2 with layers of experts. Prints, and appends to ``--out``, a line of JSON: losses on the way,
-and by how much the losses of the two ever differed.
+and ``etp`` 2 x ``eetp`` 2 with layers of experts, on a CPU or, with ``--device cuda``, on two or four GPUs. Prints, and
+appends to ``--out``, a line of JSON: losses on the way, and by how much the losses of the two ever differed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
+from benchmarks.ranks import join
 from minifloat.distributed import parallelize
 from minifloat.recipe import OwnRecipe, named
 
@@ -56,11 +57,11 @@ class Model(nn.Module):
         return logits
 
 
-def made(kind: str, recipe: str, shared: bool) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
+def made(kind: str, recipe: str, shared: bool, device: str) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
     torch.manual_seed(0)
-    model = Model(named(recipe), 3 if kind == "experts" else 0)
+    model = Model(named(recipe), 3 if kind == "experts" else 0).to(device)
     names = KINDS[kind]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names if shared or kind == "experts" else ("dp", "tp"))
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=names if shared or kind == "experts" else ("dp", "tp"))
     if shared or kind != "experts":
         parallelize(model, mesh, plan=PLAN if kind == "tp x etp" else None)
     else:
@@ -102,15 +103,17 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    shared, replicated = (made(options.kind, options.recipe, each) for each in (True, False))
+    device: str = options.device
+    join(device)
+    shared, replicated = (made(options.kind, options.recipe, each, device) for each in (True, False))
     rank = dist.get_rank()
     data_rank = rank // 2 if options.kind == "tp x etp" else rank
     losses, worst, first, begin = [], 0.0, None, time.monotonic()
     for number in range(options.steps):
-        tokens = batch(number, data_rank)
+        tokens = batch(number, data_rank).to(device)
         mine, theirs = (step(*each, tokens, number) for each in (shared, replicated))
         losses.append(mine)
         if mine != theirs:

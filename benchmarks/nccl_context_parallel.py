@@ -6,7 +6,6 @@ Each rank has a part of every sequence inside ``context_parallel``; output and g
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -19,14 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.ranks import join
 from minifloat.nn.attention import DotProductAttention
 
 HEADS, CHANNELS, BATCH, LENGTH = 8, 64, 2, 512
 
 
 def main() -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    join("cuda")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     torch.manual_seed(0)  # the same on all ranks
     shape = BATCH, LENGTH, HEADS, CHANNELS

@@ -9,7 +9,6 @@ line a case; ends with an error if any differs. On a CPU (``--device cpu``) the 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 import time
@@ -30,6 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
+from benchmarks.ranks import join
 from minifloat.distributed import parallelize
 from minifloat.functional.etp import prefetch_queue, rows, weight
 from tests.helpers import etp_graphs
@@ -299,13 +299,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repetitions", type=int, default=100, help="of each race")
     options = parser.parse_args()
-    if options.device == "cuda":
-        share, place = divmod(int(os.environ["RANK"]), torch.cuda.device_count())
-        os.environ["NCCL_HOSTID"] = str(share)  # NCCL lets ranks of different hosts alone have the same GPU
-        torch.cuda.set_device(place)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", place))
-    else:
-        dist.init_process_group("gloo")
+    join(options.device)
     rank, size, failed = dist.get_rank(), dist.get_world_size(), 0
     for name, check in cases(options.repetitions).items():
         if not re.search(options.only, name):

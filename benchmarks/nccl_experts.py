@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.ranks import join
 from tests.nn import test_router
 from tests.nn.test_expert_parallel import CODES, EXACT, OPTIONS, compare
 from tests.parallel import test_expert_checkpoints, test_expert_meshes
@@ -71,10 +72,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the cases whose names have this in them")
     arguments = parser.parse_args()
     device = arguments.device
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    join(device)
     rank, size = dist.get_rank(), dist.get_world_size()
-    if device == "cuda":
-        torch.cuda.set_device(rank)
     cases = {name: partial(compare, **case, device=device) for name, case in CASES.items()}
     failed = False
     for name, case in (cases | (of_meshes(device) if size == 2 else {})).items():

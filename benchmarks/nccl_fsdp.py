@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -36,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import minifloat
+from benchmarks.ranks import join
 from minifloat.comm.group import ShardMap
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.nn.linear_state import LinearState
@@ -324,15 +324,7 @@ def main() -> None:
         print("\n".join(chosen))
         return
     device: str = options.device
-    timeout = timedelta(seconds=300)  # ranks compile kernels, not equally fast
-    if device == "cuda":
-        share, index = divmod(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
-        os.environ["NCCL_HOSTID"] = str(share)  # NCCL lets ranks of different hosts alone have the same GPU
-        place = torch.device("cuda", index)
-        torch.cuda.set_device(place)
-        dist.init_process_group("nccl", timeout=timeout, device_id=place)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    join(device)
     rank, size = dist.get_rank(), dist.get_world_size()
     begin, done, different, out_of_time = time.monotonic(), 0, 0, torch.zeros((), device=device)
     for name, check in chosen.items():

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -20,6 +18,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.ranks import join
 from minifloat.comm.sharded_cast import gather
 from minifloat.distributed import ShardMap, quantize_shard
 from minifloat.quantizer import cast_all
@@ -66,9 +65,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further examples after this long")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=300), device_id=device)
+    join("cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
     rank, size = dist.get_rank(), dist.get_world_size()
     draw = random.Random(options.seed)
     wrong = [found for found in laid_out_differences(device) if found]

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Runs what takes four GPUs of one host: meshes of 2 x 2 beside their oracles and over 200 steps, then speeds on 4, 2 and
+# 1 GPUs. Usage: benchmarks/four_gpus.sh OUT [cuda|cpu]. The meshes also run on two GPUs, and on a CPU over gloo.
+set -euo pipefail
+out=$1 device=${2:-cuda}
+mkdir -p "$out"
+on() { torchrun --nproc-per-node "$@"; }
+
+for recipe in current block mxfp8 nvfp4; do
+    for kind in "tp x etp" experts; do
+        on 4 benchmarks/etp_steps.py "$kind" $recipe --device "$device" --steps 200 --out "$out/etp.jsonl"
+    done
+    on 4 benchmarks/ep_steps.py "one process" $recipe --experts --device "$device" --out "$out/ep.jsonl"
+    on 4 benchmarks/ep_steps.py "ep x eetp" $recipe --device "$device" --out "$out/ep.jsonl"
+done
+[ "$device" = cuda ] && [ "$(nvidia-smi -L | wc -l)" -ge 4 ] || exit 0
+on 4 benchmarks/nccl_etp.py --repetitions 20 | tee "$out/nccl-etp.log"
+for ranks in 4 2 1; do
+    on $ranks -m minifloat.tools.bench.ranks fsdp exposed experts --rounds 5 --out "$out" \
+        --only "^torch bf16|minifloat (current|block)(, ETP)?$" | tee "$out/speed-$ranks.log"
+done
