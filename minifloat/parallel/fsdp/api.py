@@ -72,7 +72,8 @@ def fully_shard(
         mesh, reshard_after_forward, mp_policy, offload_policy, ignored_params: as of PyTorch's. Over two dims of a mesh
             the second one shards, and amaxes are reduced over it; the first one replicates.
         recipe: a recipe or its short name, which every linear in ``module`` that has none of its own gets for good:
-            what is gathered cannot depend on the ``autocast`` around a call.
+            what is gathered cannot depend on the ``autocast`` around a call. A layer's recipe may become ``"none"``
+            later; its weight is then gathered in high precision.
 
     Raises:
         TypeError, ValueError: ``recipe`` is not one; several modules, which take a call each.
