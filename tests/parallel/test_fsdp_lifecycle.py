@@ -412,8 +412,6 @@ def mistake(rank: int, size: int, which: str) -> None:
     (torch_fully_shard if which == "torch" else fully_shard)(model, mesh=mesh)
     if which == "recipe":
         model[0].recipe = minifloat.MXFP8BlockScaling()
-    if which == "none":
-        model[1].recipe = "none"
     step(model, rank)
 
 
@@ -424,8 +422,7 @@ def mistake(rank: int, size: int, which: str) -> None:
         ("reduce", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
         ("reduce, quantized", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
         ("torch", "PyTorch's own fully_shard"),
-        ("recipe", "gathered as e4m3/tensor/given, and the recipe in force wants e4m3/1x32/e8m0"),
-        ("none", r"Linear\(12, 4\): the weight was gathered as e4m3/tensor/given, .* wants identity; set the layer's"),
+        ("recipe", r"Linear\(8, 12\): .* gathered as e4m3/tensor/given, .* wants e4m3/1x32/e8m0; set the layer's"),
     ],
 )
 def test_mistakes(worker_pool: Pools, which: str, message: str) -> None:
