@@ -236,6 +236,8 @@ def in_lockstep(rank: int, size: int, twins: Twins, case: Case, steps: int, devi
     for step in range(steps):
         if step == 1 and "finish" in case.options:
             for model in twins[:2]:
+                with torch.no_grad():
+                    model(torch.zeros(6, 2, width(twins.plain), device=device))  # which leaves the root unsharded
                 compute_unquantized(model)
             reads = Reads(twins.plain, twins.sharded, found)
         _forward_and_backward(twins, case, found, reads, generator, device)

@@ -77,7 +77,11 @@ class Reads:
     def __init__(self, plain: nn.Module, sharded: nn.Module, differences: Differences) -> None:
         modules = zip(plain.named_modules(), sharded.modules(), strict=True)
         kinds = minifloat.Linear, minifloat.GroupedLinear
-        self._twins = {theirs: (name, mine) for (name, mine), theirs in modules if isinstance(mine, kinds)}
+        self._twins = {
+            theirs: (name, mine)
+            for (name, mine), theirs in modules
+            if isinstance(mine, kinds) and mine.recipe != "none"
+        }
         weights = {f".{name}" for name in sharded_weights(sharded)}
         names = {name for name, _ in self._twins.values()}
         self._gathered = {name for name in names if any(each.startswith(f".{name}.") for each in weights if name)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.fsdp_cases import RECIPES, Case, lockstep
+from tests.helpers.fsdp_cases import RECIPES, Case, lockstep, quantized_lockstep
 
 
 def others_slow(cases: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[Any]:
@@ -52,6 +52,7 @@ def test_modules(worker_pool: Pools, model: str, units: str, recipe: str) -> Non
         Case("transformer", "mxfp8", options=("checkpoint",)),
         Case("transformer", "delayed", "nested", options=("checkpoint", "autocast")),
         Case("transformer", "nvfp4", "root", options=("finish", "evaluate")),
+        Case("transformer", "current", options=("finish",)),
         Case("fused", "delayed", reshard=False, dtype="bfloat16", options=("finish", "accumulate")),
         Case("experts", "current", options=("finish",)),
         Case("one parameter", "current", "nested", options=("finish", "keep")),
@@ -60,3 +61,10 @@ def test_modules(worker_pool: Pools, model: str, units: str, recipe: str) -> Non
 )
 def test_ways_to_step(worker_pool: Pools, case: Case) -> None:
     assert worker_pool(2).run(lockstep, case, 2) == [""] * 2
+
+
+@pytest.mark.parametrize(
+    "case", [Case("fused", "mxfp8", options=("finish",)), Case("transformer", "current", options=("finish",))]
+)
+def test_quantized_parameters_stay_codes_without_a_recipe(worker_pool: Pools, case: Case) -> None:
+    assert worker_pool(2).run(quantized_lockstep, case, 2) == [""] * 2

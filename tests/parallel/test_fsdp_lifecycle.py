@@ -412,6 +412,10 @@ def mistake(rank: int, size: int, which: str) -> None:
     (torch_fully_shard if which == "torch" else fully_shard)(model, mesh=mesh)
     if which == "recipe":
         model[0].recipe = minifloat.MXFP8BlockScaling()
+    if which == "between microbatches":
+        model.set_requires_gradient_sync(False)
+        step(model, rank)
+        model[1].recipe = "none"
     step(model, rank)
 
 
@@ -422,6 +426,7 @@ def mistake(rank: int, size: int, which: str) -> None:
         ("reduce", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
         ("reduce, quantized", r"DelayedScaling\(reduce_amax=False\) gives each rank its own"),
         ("torch", "PyTorch's own fully_shard"),
+        ("between microbatches", r"Linear\(12, 4\): its recipe was set to 'none' between microbatches"),
         ("recipe", r"Linear\(8, 12\): .* gathered as e4m3/tensor/given, .* wants e4m3/1x32/e8m0; set the layer's"),
     ],
 )

@@ -25,7 +25,7 @@ HUGE = 10**18
 VALUES = {
     "train TEXT": {
         "--steps": f"0 -1 {HUGE} 1.5 many nan", "--batch-size": f"0 -3 {HUGE} 10000000 x", "--accumulate": f"0 {HUGE}",
-        "--learning-rate": "0 -1 nan inf fast", "--finish": "-0.1 1 nan x",
+        "--learning-rate": "0 -1 nan inf fast", "--finish": "-0.1 1 nan x", "--steps 9 --finish": "0.95",
         "--seed": f"{10**30} x", "--save-every": "0 -1 x", "--keep": "0 -1 all",
         "--layers": f"0 -1 {HUGE} 1000000000 10001 x", "--hidden": f"0 -16 {HUGE} 40 17", "--heads": f"0 -1 {HUGE} 3 x",
         "--kv-heads": f"0 3 {HUGE} -2", "--mlp-hidden": f"0 100 {HUGE} -16", "--context": f"0 -1 {HUGE} x",

@@ -345,6 +345,8 @@ def test_another_training_is_refused_by_option_and_values(trained: Path) -> None
     assert start is not None
     with pytest.raises(ValueError, match=r"with --batch-size 1, this command has 2; .*without --resume"):
         Checkpoints(trained, {**start.settings, "batch_size": 2}, start=start)
+    with pytest.raises(ValueError, match=r"--finish 0.0, this command has 0.2"):  # which older ones do not name
+        Checkpoints(trained, {**start.settings, "finish": 0.2}, start=start)
     with pytest.raises(ValueError, match=r"--recipe current, this command has nvfp4"):
         Checkpoints(trained, {**start.settings, "recipe": "nvfp4"}, start=start)
     with pytest.raises(ValueError, match=r"--model None, this command has dim=32,layers=2"):

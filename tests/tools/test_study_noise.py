@@ -107,6 +107,7 @@ def test_tokens_of_source_text(tmp_path: Path) -> None:
         (("--machine-text", "--vocabulary", 300), "text has bytes of 256; choose another --out, or its --vocabulary"),
         (("--recipes", "block+2d"), "2d is an option of mxfp8 and mxfp4 and w4a8"),
         (("--recipes", "mxfp4+4over6"), "4over6 is an option of nvfp4"),
+        (("--recipes", "nvfp4+parameters+finish20"), "parameters that are codes stay codes in bf16"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
@@ -172,11 +173,14 @@ def test_captured_runs_are_the_same(name: str, corpus: Corpus, graph_device: tor
 
 
 def test_a_finish_has_no_recipe(corpus: Corpus) -> None:
-    """Fewer quantized steps than the name says are a problem of the run."""
+    """More or fewer quantized steps than the name says are a problem of the run."""
     result = study.execute(Job("nvfp4+finish20", 0), given(corpus, steps=10), corpus, CPU)
     assert study_report.problems_of_runs({result.job: result}) == []
     assert len(study_report.problems_of_runs({Job("nvfp4+finish10", 0): result})) == 3  # of fprop, dgrad and wgrad
+    forward = study.execute(Job("nvfp4+forward+finish20", 0), given(corpus, steps=10), corpus, CPU)
+    assert study_report.problems_of_runs({forward.job: forward}) == []
     plain = study.execute(Job("nvfp4", 0), given(corpus, steps=10), corpus, CPU)
+    assert len(study_report.problems_of_runs({result.job: plain})) == 3
     found, wanted = ([metrics.loss for metrics in run.run.history] for run in (result, plain))
     assert found[:8] == wanted[:8] and found[8:] != wanted[8:]
 

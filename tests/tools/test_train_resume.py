@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from minifloat.recipe import NAMES
-from minifloat.tools.cli.resume import resume_command
+from minifloat.tools.cli.resume import last_recipe, resume_command
 from minifloat.tools.train import checkpoint_writer, loop
 from minifloat.tools.train.checkpoint import Checkpoint, CheckpointError, complete, latest, locate
 from minifloat.tools.train.loop import Interrupted, Metrics, NonFiniteError, Run
@@ -204,8 +205,11 @@ def test_a_run_with_a_finish_is_extended(command: list[object], tmp_path: Path) 
     for options in (("--steps", 5), ("--steps", 10, "--resume")):
         code, output = invoke(*arguments, *options)
         assert code == 0, output
+        saved = latest(tmp_path / "run/checkpoints/nvfp4")
+        assert saved is not None and last_recipe(saved) == "bf16"
     report = (tmp_path / "run/report.md").read_text()
     assert "finish=0.2" in report and "nvfp4 continued from: step 5" in report
+    assert last_recipe(replace(saved, step=8)) == "nvfp4"  # of the longer run
 
 
 def test_resume_from_another_folder(command: list[object], tmp_path: Path) -> None:

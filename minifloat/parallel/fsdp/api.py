@@ -73,7 +73,7 @@ def fully_shard(
             the second one shards, and amaxes are reduced over it; the first one replicates.
         recipe: a recipe or its short name, which every linear in ``module`` that has none of its own gets for good:
             what is gathered cannot depend on the ``autocast`` around a call. A layer's recipe may become ``"none"``
-            later; its weight is then gathered in high precision.
+            later; a weight in high precision is then gathered so.
 
     Raises:
         TypeError, ValueError: ``recipe`` is not one; several modules, which take a call each.

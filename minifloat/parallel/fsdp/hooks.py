@@ -57,9 +57,19 @@ class ShardedParameter(FSDPParam):
         return hooked
 
     def release(self) -> None:
-        """Leaves the parameter to FSDP2 from now on, which gathers it in high precision; it must be at rest."""
+        """Leaves the parameter to FSDP2 from now on, which gathers it in high precision.
+
+        Raises:
+            ValueError: it has gradients of a microbatch that are not reduced yet.
+        """
+        if getattr(getattr(self, "_unsharded_param", None), "grad", None) is not None:
+            raise ValueError(
+                f"{self.weight.layer._label}: its recipe was set to 'none' between microbatches, whose gradients are "
+                "not reduced yet; set it between optimizer steps"
+            )
+        self.weight.fsdp.wait_for_unshard()
         self.weight.fsdp.reshard()
-        self.all_gather_outputs = []
+        self.weight.cast, self.all_gather_outputs = None, []
         self.__dict__.pop("_unsharded_param", None)
         self.__class__ = FSDPParam  # type: ignore[assignment]
         self._init_extensions()
@@ -168,10 +178,10 @@ class CastingState(FSDPState):
             context.post_optim_event = None
         if self._below is None:
             self._below = parameters_below(self._modules[0])
-        for each in self._below:
-            if isinstance(each, ShardedParameter) and each.weight.left_unquantized:
-                each.release()
-        self.cast([each for each in self._below if isinstance(each, ShardedParameter)])
+        below = [each for each in self._below if isinstance(each, ShardedParameter)]  # less those that were released
+        for each in [each for each in below if each.weight.left_unquantized]:
+            each.release()
+        self.cast([each for each in below if isinstance(each, ShardedParameter)])
 
 
 def cast_before_forward(module: nn.Module, cast: Callable[[list[ShardedParameter]], None]) -> None:

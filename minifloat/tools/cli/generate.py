@@ -25,7 +25,8 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="choose among so many most likely tokens")] = None,
     seed: Annotated[int, typer.Option(help="of the choices")] = 0,
     recipe: Annotated[
-        str | None, typer.Option(help="what the linears compute in, and of two runs which one; default: as trained")
+        str | None,
+        typer.Option(help="what the linears compute in, and of two runs which one; default: as the last steps"),
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, for a model of packed token files")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
@@ -39,13 +40,13 @@ def generate(
             check_recipe(recipe)
         load()
         from minifloat.tools.cli import choose_device
-        from minifloat.tools.cli.resume import newest_out, recipe_name
+        from minifloat.tools.cli.resume import last_recipe, newest_out
         from minifloat.tools.cli.train_job import recipe_of
         from minifloat.tools.train import generate as sampling
         from minifloat.tools.train.checkpoint import locate
 
         checkpoint = locate(run_of(path or newest_out(), recipe))
-        trained = recipe_name(checkpoint)
+        trained = last_recipe(checkpoint)
         name = recipe or trained
         check_recipe(name)
         codec = sampling.Codec(checkpoint, tokenizer)

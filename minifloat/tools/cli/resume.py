@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minifloat.tools.cli import program
+from minifloat.tools.cli.names import BF16
 from minifloat.tools.train.checkpoint import DAMAGED, PLAIN, Checkpoint, latest
 
 RUNS = Path("runs")
@@ -26,6 +27,13 @@ def recipe_name(checkpoint: Checkpoint) -> str:
         raise ValueError(f"{checkpoint.path} is no checkpoint of `minifloat train`; a study's are for the study only")
     name: str = checkpoint.settings["recipe"]
     return name
+
+
+def last_recipe(checkpoint: Checkpoint) -> str:
+    """The recipe of a checkpoint's last steps: bf16 in its finish."""
+    name, settings = recipe_name(checkpoint), checkpoint.settings
+    steps = settings.get("steps", checkpoint.step)
+    return BF16 if checkpoint.step > steps - round(settings.get("finish", 0.0) * steps) else name
 
 
 def check_runs(names: Sequence[str], out: Path) -> None:

@@ -108,7 +108,7 @@ def train(
     finish: Annotated[
         float | None,
         typer.Option(
-            help=f"share of the steps, the last ones, in bf16; default: {FINISH_4BIT} of 4-bit recipes, else 0"
+            help=f"share of the steps, the last, that all runs do in bf16; default: {FINISH_4BIT} with 4 bits, else 0"
         ),
     ] = None,
     max_gap: Annotated[

@@ -28,10 +28,19 @@ from typing import Any
 from torch import Tensor
 
 from minifloat.tools.train.local_tensors import assemble
+from minifloat.tools.train.run import NEWER
 from minifloat.tools.train.tensor_file import Stored, digest_of, read_bytes, read_tensors
 
 VERSION = 3
-OPTIONS = ("recipe", "model", "batch_size", "accumulate", "learning_rate", "seed")  # the settings that options give
+OPTIONS = (
+    "recipe",
+    "model",
+    "batch_size",
+    "accumulate",
+    "learning_rate",
+    "seed",
+    "finish",
+)  # the settings that options give
 EXTENDED = "steps"  # the setting that may differ: a run goes on to another end
 MODEL, TRAINING, PLAIN, TOKENIZER = "model", "training", "checkpoint.json", "tokenizer.json"
 NAME = re.compile(r"step-(\d{8,18})")
@@ -122,7 +131,7 @@ class Checkpoint:
     def difference(self, settings: Mapping[str, Any]) -> str | None:
         """The first setting in which another training differs, with both values; None if this one can go on as it."""
         for name in [*settings, *(name for name in self.settings if name not in settings)]:
-            saved, given = self.settings.get(name), settings.get(name)
+            saved, given = (each.get(name, NEWER.get(name)) for each in (self.settings, settings))
             if saved != given and name != EXTENDED:
                 label = f"--{name.replace('_', '-')}" if name in OPTIONS else name.replace("_", " ")
                 label, saved, given = _innermost(label, saved, given)

@@ -17,6 +17,10 @@ MOST = {"steps": 10**7, "batch_size": 2**24, "accumulate": 2**20, "evaluations":
 """More would never end, or not fit: each step is a record in memory, in metrics.jsonl and in every checkpoint."""
 
 
+NEWER = {"fp32_wgrad": False, "decay": "cosine", "finish": 0.0}
+"""Settings that checkpoints name unless they are these, which was all there was once."""
+
+
 def check_seed(seed: int) -> None:
     """Raises ValueError for a seed that PyTorch's generators do not take."""
     if not -(2**63) <= seed < 2**63:
@@ -57,8 +61,11 @@ class TrainConfig:
             )
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"--warmup is {self.warmup}; choose a share of the steps, from 0 to 1")
-        if not 0 <= self.finish < 1:
-            raise ValueError(f"--finish is {self.finish}; choose a share of the steps, from 0 to below 1, such as 0.2")
+        if not 0 <= self.finish < 1 or not self.quantized_steps:
+            raise ValueError(
+                f"--finish is {self.finish}; choose a share of the --steps {self.steps} that leaves one to the recipe, "
+                "such as 0.2"
+            )
         if not self.clip > 0:
             raise ValueError(f"--clip is {self.clip}; choose a gradient norm above 0, or inf")
         check_seed(self.seed)
@@ -96,8 +103,7 @@ class TrainConfig:
         `early_every` changes no step.
         """
         fields = asdict(self) | {"dtype": str(self.dtype).removeprefix("torch.")}
-        newer = {"fp32_wgrad": False, "decay": "cosine", "finish": 0.0}
-        unnamed = {"early_every"} | {name for name, default in newer.items() if fields[name] == default}
+        unnamed = {"early_every"} | {name for name, default in NEWER.items() if fields[name] == default}
         return {name: value for name, value in fields.items() if name not in unnamed}
 
 

@@ -95,6 +95,8 @@ class Variant:
             changes |= fields
         if {"4over6", "no-rht"} <= set(options):
             changes["nvfp4_4over6"] = "all"  # the search is for what is not rotated
+        if "parameters" in options and {*TAILS, *FINISHES} & set(options):
+            raise ValueError(f"--recipes: {name}: parameters that are codes stay codes in bf16; leave one of them out")
         recipe = replace(recipe, **changes)  # type: ignore[type-var]  # all recipes are dataclasses
         if len(set(options)) < len(options):
             raise ValueError(f"--recipes: {name}: name each option once")
