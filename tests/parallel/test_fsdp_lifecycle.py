@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import tempfile
@@ -28,7 +29,17 @@ from minifloat.parallel.fsdp import fully_shard, hooks
 from minifloat.parallel.fsdp.weight import GatheredWeight, ShardedWeight
 from minifloat.tensor.rows import row_unit
 from tests.helpers.distributed_pool import Pools, on_ranks
-from tests.helpers.fsdp_cases import Case, RecordedGathers, gathered_bytes, layers, linears, mesh_of, shard, step
+from tests.helpers.fsdp_cases import (
+    Case,
+    RecordedGathers,
+    gathered_bytes,
+    layers,
+    linears,
+    mesh_of,
+    shard,
+    step,
+    units_of,
+)
 from tests.helpers.memory import live_storages
 
 # ---- the wire ----
@@ -395,6 +406,45 @@ def test_layers_that_stay_unsharded_gather_both_orientations_at_once(rank: int, 
             fetched.append(fetches.call_count)
             gathered.append(own.call_count)
     assert (fetched, gathered) == ([0, 0, 0], [2, 4, 6])
+
+
+class Failing(nn.Module):
+    """Passes on what it gets, until it raises an error."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError("fails")
+        return x
+
+
+def after_a_failure(rank: int, size: int, units: str, options: dict[str, Any]) -> bool:
+    """Whether a forward after a failed one, and an update, computes with the parameters of then."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(minifloat.Linear(24, 70, recipe="mxfp8"), Failing(), minifloat.Linear(70, 12, recipe="mxfp8"))
+    model: Any = copy.deepcopy(plain)
+    for unit in units_of(model, units):
+        if next(unit.parameters(), None) is not None:
+            fully_shard(unit, mesh=mesh_of(size), **options)
+    fully_shard(model, mesh=mesh_of(size), **options)
+    parameters, x = [*model.parameters()], torch.randn(4, 24)
+    model(x).sum().backward()
+    model[1].fails = True
+    with pytest.raises(RuntimeError, match="fails"):
+        model(x)
+    model[1].fails = False
+    with torch.no_grad():
+        for mine, theirs in zip(parameters, plain.parameters(), strict=True):
+            mine.to_local().mul_(2)
+            theirs.mul_(2)
+    return torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize("units", ["root", "each"])
+def test_a_forward_that_failed_leaves_nothing(worker_pool: Pools, units: str, options: dict[str, Any]) -> None:
+    assert worker_pool(2).run(after_a_failure, units, options) == [True, True]
 
 
 # ---- mistakes ----

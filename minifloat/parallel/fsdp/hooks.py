@@ -162,6 +162,19 @@ class CastingState(FSDPState):
             self._begin_forward()
         return super()._root_pre_forward(module, args, kwargs)
 
+    @torch.compiler.disable  # as FSDP2's own hooks are
+    def forget_failed_forward(self, *_: Any) -> None:
+        """Ends a forward that an exception has ended, of which FSDP2 takes the next one for a part: nothing is cast."""
+        if self._training_state.name == "FORWARD" and not in_backward():
+            idle = type(self._training_state).IDLE
+            for state in self._state_ctx.all_states:
+                state._training_state = idle
+                for group in param_groups(state._modules[0]):
+                    group._training_state = idle
+                    group.wait_for_unshard()
+                    group.reshard()
+            self._state_ctx.iter_forward_root = None
+
     def _begin_forward(self) -> None:
         self._lazy_init()
         context: Any = self._state_ctx
@@ -171,7 +184,7 @@ class CastingState(FSDPState):
                 f"the outermost module of this forward, {type(root._modules[0]).__name__}, was given to PyTorch's own "
                 "fully_shard, and the weights below it were not cast; give it to minifloat.distributed.fully_shard"
             )
-        if root not in (None, self):  # itself: an earlier forward ended in an exception
+        if root not in (None, self):  # itself: an earlier forward of another method ended in an exception
             return
         if context.post_optim_event is not None:  # the casts, in this stream, come after the optimizer, before gathers
             self._device_handle.current_stream().wait_event(context.post_optim_event)
@@ -192,6 +205,7 @@ def cast_before_forward(module: nn.Module, cast: Callable[[list[ShardedParameter
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     state.__class__ = CastingState
     state.cast = cast
+    module.register_forward_pre_hook(state.forget_failed_forward, prepend=True)
 
 
 def param_groups(module: nn.Module) -> list[Any]:
