@@ -419,32 +419,43 @@ class Failing(nn.Module):
         return x
 
 
-def after_a_failure(rank: int, size: int, units: str, options: dict[str, Any]) -> bool:
+class WithGenerate(nn.Sequential):
+    """Has a second method that computes what ``forward`` does."""
+
+    def generate(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def after_a_failure(rank: int, size: int, method: str, units: str, options: dict[str, Any]) -> bool:
     """Whether a forward after a failed one, and an update, computes with the parameters of then."""
     torch.manual_seed(0)
-    plain = nn.Sequential(minifloat.Linear(24, 70, recipe="mxfp8"), Failing(), minifloat.Linear(70, 12, recipe="mxfp8"))
+    plain = WithGenerate(minifloat.Linear(24, 70, recipe="mxfp8"), Failing(), minifloat.Linear(70, 12, recipe="mxfp8"))
     model: Any = copy.deepcopy(plain)
     for unit in units_of(model, units):
         if next(unit.parameters(), None) is not None:
             fully_shard(unit, mesh=mesh_of(size), **options)
     fully_shard(model, mesh=mesh_of(size), **options)
-    parameters, x = [*model.parameters()], torch.randn(4, 24)
-    model(x).sum().backward()
+    register_fsdp_forward_method(model, "generate")
+    parameters, x, call = [*model.parameters()], torch.randn(4, 24), getattr(model, method)
+    call(x).sum().backward()
     model[1].fails = True
     with pytest.raises(RuntimeError, match="fails"):
-        model(x)
+        call(x)
     model[1].fails = False
     with torch.no_grad():
         for mine, theirs in zip(parameters, plain.parameters(), strict=True):
             mine.to_local().mul_(2)
             theirs.mul_(2)
-    return torch.equal(model(x), plain(x))
+    return torch.equal(call(x), plain(x))
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 @pytest.mark.parametrize("units", ["root", "each"])
-def test_a_forward_that_failed_leaves_nothing(worker_pool: Pools, units: str, options: dict[str, Any]) -> None:
-    assert worker_pool(2).run(after_a_failure, units, options) == [True, True]
+@pytest.mark.parametrize("method", ["__call__", "generate"])
+def test_a_forward_that_failed_leaves_nothing(
+    worker_pool: Pools, method: str, units: str, options: dict[str, Any]
+) -> None:
+    assert worker_pool(2).run(after_a_failure, method, units, options) == [True, True]
 
 
 # ---- mistakes ----

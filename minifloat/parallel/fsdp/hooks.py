@@ -157,6 +157,10 @@ class CastingState(FSDPState):
     cast: Callable[[list[ShardedParameter]], None]
     _below: list[ShardedParameter] | None = None  # what is sharded does not change after the first forward
 
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.forget_failed_forward()  # of another method than forward, which has a hook
+        return super()._pre_forward(module, args, kwargs)
+
     def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not in_backward():
             self._begin_forward()
@@ -184,7 +188,7 @@ class CastingState(FSDPState):
                 f"the outermost module of this forward, {type(root._modules[0]).__name__}, was given to PyTorch's own "
                 "fully_shard, and the weights below it were not cast; give it to minifloat.distributed.fully_shard"
             )
-        if root not in (None, self):  # itself: an earlier forward of another method ended in an exception
+        if root is not None:
             return
         if context.post_optim_event is not None:  # the casts, in this stream, come after the optimizer, before gathers
             self._device_handle.current_stream().wait_event(context.post_optim_event)
