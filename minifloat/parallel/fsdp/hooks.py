@@ -56,7 +56,7 @@ class ShardedParameter(FSDPParam):
         hooked: ShardedParameter = param
         return hooked
 
-    def release(self) -> None:
+    def unhook(self) -> None:
         """Leaves the parameter to FSDP2 from now on, which gathers it in high precision.
 
         Raises:
@@ -195,9 +195,9 @@ class CastingState(FSDPState):
             context.post_optim_event = None
         if self._below is None:
             self._below = parameters_below(self._modules[0])
-        below = [each for each in self._below if isinstance(each, ShardedParameter)]  # less those that were released
+        below = [each for each in self._below if isinstance(each, ShardedParameter)]  # less those that were unhooked
         for each in [each for each in below if each.weight.left_unquantized]:
-            each.release()
+            each.unhook()
         self.cast([each for each in below if isinstance(each, ShardedParameter)])
 
 

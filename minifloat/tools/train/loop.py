@@ -90,12 +90,12 @@ def train(
         if config.fp32_wgrad:
             keep_wgrads_unrounded(model)
         first = state.step + 1
-        captured, finishing = None, False
+        captured: CapturedStep | None = None
         with saving(checkpoints, ranks) as saver:
             while state.step < config.steps:
-                if not finishing and state.step >= config.quantized_steps:
+                if state.step == max(first - 1, config.quantized_steps):
                     compute_unquantized(model)
-                    captured, finishing = None, True
+                    captured = None
                 if cuda_graph and captured is None:
                     captured = CapturedStep(model, state.optimizer, config, device)
                 metrics = advance(name, state, config, held_out, context, saver, captured)
