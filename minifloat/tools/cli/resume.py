@@ -12,6 +12,7 @@ from typing import Any
 from minifloat.tools.cli import program
 from minifloat.tools.cli.names import BF16
 from minifloat.tools.train.checkpoint import DAMAGED, PLAIN, Checkpoint, latest
+from minifloat.tools.train.run import quantized_steps
 
 RUNS = Path("runs")
 
@@ -33,7 +34,7 @@ def last_recipe(checkpoint: Checkpoint) -> str:
     """The recipe of a checkpoint's last steps: bf16 in its finish."""
     name, settings = recipe_name(checkpoint), checkpoint.settings
     steps = settings.get("steps", checkpoint.step)
-    return BF16 if checkpoint.step > steps - round(settings.get("finish", 0.0) * steps) else name
+    return BF16 if checkpoint.step > quantized_steps(steps, settings.get("finish", 0.0)) else name
 
 
 def check_runs(names: Sequence[str], out: Path) -> None:

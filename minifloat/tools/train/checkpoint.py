@@ -32,15 +32,7 @@ from minifloat.tools.train.run import NEWER
 from minifloat.tools.train.tensor_file import Stored, digest_of, read_bytes, read_tensors
 
 VERSION = 3
-OPTIONS = (
-    "recipe",
-    "model",
-    "batch_size",
-    "accumulate",
-    "learning_rate",
-    "seed",
-    "finish",
-)  # the settings that options give
+OPTIONS = "recipe", "model", "batch_size", "accumulate", "learning_rate", "seed", "finish"  # given by options
 EXTENDED = "steps"  # the setting that may differ: a run goes on to another end
 MODEL, TRAINING, PLAIN, TOKENIZER = "model", "training", "checkpoint.json", "tokenizer.json"
 NAME = re.compile(r"step-(\d{8,18})")

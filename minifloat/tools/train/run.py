@@ -21,6 +21,11 @@ NEWER = {"fp32_wgrad": False, "decay": "cosine", "finish": 0.0}
 """Settings that checkpoints name unless they are these, which was all there was once."""
 
 
+def quantized_steps(steps: int, finish: float) -> int:
+    """Number of the steps that are before a finish of that share of them."""
+    return steps - round(finish * steps)
+
+
 def check_seed(seed: int) -> None:
     """Raises ValueError for a seed that PyTorch's generators do not take."""
     if not -(2**63) <= seed < 2**63:
@@ -78,7 +83,7 @@ class TrainConfig:
     @property
     def quantized_steps(self) -> int:
         """Number of steps before the finish."""
-        return self.steps - round(self.finish * self.steps)
+        return quantized_steps(self.steps, self.finish)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step (from 1): a linear rise, then the `decay`; a line would reach 0 after the last.
