@@ -67,8 +67,8 @@ Check = Callable[[int, int, str], str]
 """Of a rank, the number of ranks and a device: what is wrong, or ""; or, in brackets, what there is to know."""
 
 
-def matrix_case(module: str, recipe: str, kind: str, units: str, steps: int) -> Check:
-    return lambda rank, size, device: KINDS[kind](rank, size, Case(module, recipe, units), steps, device)
+def stepped(kind: str, case: Case, steps: int) -> Check:
+    return lambda rank, size, device: KINDS[kind](rank, size, case, steps, device)
 
 
 # ---- trajectories ----
@@ -295,7 +295,11 @@ def checks(steps: int) -> dict[str, Check]:
     for recipe, quantized in product(RECIPES, (True, False)):
         found[f"checkpoint-{recipe}{'-quantized' * quantized}"] = partial(checkpointed, recipe, quantized)
     found |= {"-".join(("ddp", *case[:2], *case.options)): partial(data_parallel, case) for case in DATA_PARALLEL}
-    return found | {"-".join(("matrix", *case)): matrix_case(*case, steps) for case in MATRIX}
+    for recipe, kind in product(RECIPES, KINDS):
+        found[f"finish-{recipe}-{kind}"] = stepped(kind, Case("TransformerLayer", recipe, options=("finish",)), steps)
+    for module, recipe, kind, units in MATRIX:
+        found[f"matrix-{module}-{recipe}-{kind}-{units}"] = stepped(kind, Case(module, recipe, units), steps)
+    return found
 
 
 def run(check: Check, rank: int, size: int, device: str) -> str:

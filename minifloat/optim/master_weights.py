@@ -14,6 +14,7 @@ from minifloat.arguments import checked
 from minifloat.nn.linear_call import waiting
 from minifloat.optim.gradient_norm import gradient
 from minifloat.optim.master_parameter import KEYS, Master, is_low_precision, write
+from minifloat.recompute import capturing
 
 _OWN_ENTRIES = ("params", "param_names")
 
@@ -98,6 +99,7 @@ class MasterWeights(torch.optim.Optimizer):
 
         Raises:
             ValueError: a parameter has moved to another device, or ``GradScaler`` is used with ``main_grad``.
+            RuntimeError: a CUDA graph is captured with a ``GradScaler``, and the inner optimizer is not fused.
         """
         if self._overflowed():
             return None
@@ -114,6 +116,7 @@ class MasterWeights(torch.optim.Optimizer):
                     write(self._with_gradient())
             finally:
                 gradients.restore()
+                self.inner.__dict__.pop("found_inf", None)
                 for master in self._masters.values():
                     master.release()
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -122,7 +125,10 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def _overflowed(self) -> bool:
-        """Reads what ``GradScaler`` found, which sets ``found_inf`` and ``grad_scale`` for the time of a step."""
+        """Reads what ``GradScaler`` found, which sets ``found_inf`` and ``grad_scale`` for the time of a step.
+
+        In a CUDA graph the inner optimizer reads it on the device, and parameters are rounded from masters of before.
+        """
         found: Tensor | int | None = getattr(self, "found_inf", None)  # 0 where nothing has a gradient
         if found is None:
             return False
@@ -131,7 +137,15 @@ class MasterWeights(torch.optim.Optimizer):
                 "GradScaler looks at p.grad alone and would miss an overflow in main_grad; train in bf16 without a "
                 "scaler, or without fuse_wgrad_accumulation"
             )
-        return bool(found)
+        if not capturing():
+            return bool(found)
+        if not getattr(self.inner, "_step_supports_amp_scaling", False):
+            raise RuntimeError(
+                f"a CUDA graph cannot wait to see whether gradients overflowed, as {type(self.inner).__name__} does: "
+                "make the inner optimizer with fused=True, or capture no step"
+            )
+        self.inner.found_inf = found  # type: ignore[attr-defined]
+        return False
 
     def _prepare(self) -> None:
         for p in self._params():

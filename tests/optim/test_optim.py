@@ -506,10 +506,14 @@ def histories(model: nn.Module) -> list[AmaxHistory]:
     return [module for module in model.modules() if isinstance(module, AmaxHistory)]
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_step_that_overflowed_changes_nothing(dtype: torch.dtype) -> None:
+def test_a_step_that_overflowed_changes_nothing(
+    dtype: torch.dtype, in_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minifloat.optim.master_weights.capturing", lambda: in_graph)
     model = delayed_model().to(dtype)
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01)
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01, fused=in_graph)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def step(factor: float) -> None:
@@ -532,6 +536,18 @@ def test_a_step_that_overflowed_changes_nothing(dtype: torch.dtype) -> None:
     moved = [h.scale for h in histories(model)][1]  # of the first layer's gradients
     assert moved.isfinite().all() and (moved[:1] < scales[1][:1]).all()
     assert not same(before[0], list(model.parameters()))
+
+
+def test_a_graph_does_not_wait_for_an_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minifloat.optim.master_weights.capturing", lambda: True)
+    model = delayed_model().bfloat16()
+    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.randn(8, 32, dtype=torch.bfloat16)).float().sum()).backward()
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises(RuntimeError, match="as AdamW does: make the inner optimizer with fused=True"):
+        scaler.step(optimizer)
+    assert same(before, list(model.parameters()))
 
 
 def test_forgetting_an_overflow_is_not_needed() -> None:

@@ -160,7 +160,9 @@ def test_layers_of_a_tail(name: str, layers: int, quantized: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bf16-reordered", "fp32", "mxfp4+2d+rht", "nvfp4+no-rht+4over6", "current+parameters", "delayed+finish20"]
+    "name",
+    ["bf16-reordered", "fp32", "mxfp4+2d+rht", "nvfp4+no-rht+4over6", "delayed+finish20"]
+    + [f"{recipe}+parameters" for recipe in ("delayed", "current", "block")],
 )
 def test_captured_runs_are_the_same(name: str, corpus: Corpus, graph_device: torch.device) -> None:
     """Each step of the rise and of the fall of the learning rate, and the evaluations in between."""

@@ -121,7 +121,8 @@ class Variant:
         """The model, whose initial values are those of a plain one, rounded where weights are codes."""
         model = sizes.make(self.recipe, seed)
         if "parameters" in self.options:
-            with quantized_model_init(recipe=self.recipe):
+            with torch.random.fork_rng([]), quantized_model_init(recipe=self.recipe):
+                torch.manual_seed(seed)  # delayed scales begin with what layers draw, before the values that they keep
                 kept = Transformer(sizes, self.recipe, seed=seed)
             with torch.no_grad():
                 for ours, plain in zip(kept.parameters(), model.parameters(), strict=True):
