@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 import time
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,6 +177,35 @@ def test_captured_runs_are_the_same(name: str, corpus: Corpus, graph_device: tor
     ]
     losses = [[(m.loss, m.gradient_norm, m.validation_loss) for m in run.history] for run in runs]
     assert losses[0] == losses[1] and len(losses[0]) == 5 and runs[0].gemms == runs[1].gemms
+
+
+class TensorRate(torch.optim.AdamW):
+    """Stands for torchao's AdamWFp8, which refuses a learning rate that is no tensor."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, torch.tensor(lr), betas=betas, fused=True)
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(isinstance(group["lr"], torch.Tensor) for group in self.param_groups)
+        return super().step(closure)
+
+
+def test_moments_of_torchao(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its optimizer gets groups, betas and each step's rate, also for masters; it is neither saved nor captured."""
+    with monkeypatch.context() as without:
+        without.setattr(importlib.util, "find_spec", lambda _: None)
+        with pytest.raises(ValueError, match=r"current\+moments8: moments8 needs torchao; pip install torchao"):
+            Variant.parse("current+moments8")
+    for name in ("torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(sys.modules[name], "__spec__", ModuleSpec(name, None))
+    monkeypatch.setattr(sys.modules["torchao.optim"], "AdamWFp8", TensorRate, raising=False)
+    for name in ("current", "current+parameters"):
+        runs = [study.execute(Job(each, 0), given(corpus, steps=5), corpus, CPU) for each in (name, f"{name}+moments8")]
+        losses = [[metrics.loss for metrics in each.run.history] for each in runs]
+        assert losses[0] == losses[1]
+    variant = Variant.parse("current+moments8")
+    assert not variant.can_stop and not variant.can_be_captured
 
 
 def test_a_finish_has_no_recipe(corpus: Corpus) -> None:

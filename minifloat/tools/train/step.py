@@ -16,11 +16,12 @@ from minifloat.tools.train.ranks import ALONE, Ranks
 from minifloat.tools.train.run import TrainConfig
 
 Batch = tuple[Tensor, Tensor]
+BETAS = (0.9, 0.95)  # of AdamW
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW; only matrices decay."""
-    return torch.optim.AdamW(parameter_groups(model, config), lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(parameter_groups(model, config), lr=config.learning_rate, betas=BETAS, fused=True)
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
@@ -60,7 +61,10 @@ def train_step(
     the device, which is also what makes the step's time true: the optimizer's part shows in the next step's.
     """
     for group in optimizer.param_groups:
-        group["lr"] = fp32(rate)
+        if isinstance(group["lr"], Tensor):  # some compile their step and read a tensor
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = fp32(rate)
     value, norm = clipped_gradients(model, batch, config, device, ranks).tolist()
     if math.isfinite(value) and math.isfinite(norm):
         optimizer.step()

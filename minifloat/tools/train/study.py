@@ -9,7 +9,7 @@ controls, which show how far apart two runs end that no quantization separates:
 
 A run's result is one file, written aside and renamed, so a study that was killed goes on with what is not there yet; a
 long run saves checkpoints and goes on from its last one. On a GPU all steps from the second on are replays of a CUDA
-graph.
+graph, but for ``moments8``.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def work(task: dict[str, Any]) -> None:
         checkpoints = Checkpoints(job.saved(folder), told, SAVE_EVERY, 1, latest(job.saved(folder)))
     try:
         result = execute(job, conditions, corpus, device, observe, checkpoints, lambda: time.time() >= task["until"],
-            device.type == "cuda")  # fmt: skip
+            device.type == "cuda" and (job.variant is None or job.variant.can_be_captured))  # fmt: skip
     except Interrupted as stopped:
         print(stopped, flush=True)
         sys.exit(STOPPED)

@@ -17,6 +17,7 @@
 ``finish10``       the last 10 % of the steps in bf16
 ``finish20``       the last 20 % of the steps in bf16
 ``parameters``     weights kept as codes, under fp32 masters in the optimizer
+``moments8``       moments of the optimizer in FP8, those of torchao's ``AdamWFp8``
 ``saved8``         experts that keep the inputs of their activations in MXFP8
 ``saved4``         experts that keep them in MXFP4
 =================  =====================================================================================
@@ -24,7 +25,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +52,7 @@ from minifloat.recipe.scaling import (
 from minifloat.tensor import QuantizedTensor
 from minifloat.tools.train.model import ModelConfig, Transformer
 from minifloat.tools.train.run import TrainConfig
-from minifloat.tools.train.step import compute_unquantized, make_optimizer, parameter_groups
+from minifloat.tools.train.step import BETAS, compute_unquantized, parameter_groups
 
 _TENSOR = DelayedScaling, Float8CurrentScaling
 _BLOCKS = Float8BlockScaling, MXFP8BlockScaling
@@ -67,7 +72,7 @@ FIELDS: dict[str, tuple[tuple[type[Recipe], ...], dict[str, Any]]] = {  # recipe
 TAILS = {"last-bf16": 0.25, "tail15": 0.15}  # which share of the layers is in bf16
 FINISHES = {"finish10": 0.1, "finish20": 0.2}  # which share of the steps is
 SAVED: dict[str, SavedActivation] = {"saved8": "mxfp8", "saved4": "mxfp4"}
-OPTIONS = (*FIELDS, *TAILS, *FINISHES, "parameters", *SAVED)
+OPTIONS = (*FIELDS, *TAILS, *FINISHES, "parameters", "moments8", *SAVED)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class Variant:
         if "parameters" in options and {*TAILS, *FINISHES} & set(options):
             raise ValueError(f"--recipes: {name}: parameters that are codes stay codes in bf16; leave one of them out")
         recipe = replace(recipe, **changes)  # type: ignore[type-var]  # all recipes are dataclasses
+        if "moments8" in options and importlib.util.find_spec("torchao") is None:
+            raise ValueError(f"--recipes: {name}: moments8 needs torchao; pip install torchao, or leave it out")
         if len(set(options)) < len(options):
             raise ValueError(f"--recipes: {name}: name each option once")
         return cls(recipe, frozenset(options))
@@ -115,7 +122,12 @@ class Variant:
     @property
     def can_stop(self) -> bool:
         """Checkpoints hold what its optimizer has; otherwise a run that was stopped starts anew."""
-        return "parameters" not in self.options
+        return not {"parameters", "moments8"} & self.options
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph can hold its steps: torchao's optimizer counts them on the host."""
+        return "moments8" not in self.options
 
     def model(self, sizes: ModelConfig, seed: int) -> nn.Module:
         """The model, whose initial values are those of a plain one, rounded where weights are codes."""
@@ -142,7 +154,9 @@ class Variant:
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
         """Steps what :meth:`model` gave."""
-        groups, rate, betas = parameter_groups(model, config), config.learning_rate, (0.9, 0.95)
-        if "parameters" in self.options:
-            return MasterWeights(groups, torch.optim.AdamW, lr=rate, betas=betas, fused=True)
-        return make_optimizer(model, config)
+        chosen: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
+        if "moments8" in self.options:
+            chosen = importlib.import_module("torchao.optim").AdamWFp8
+        options: dict[str, Any] = {"lr": config.learning_rate, "betas": BETAS}
+        groups = parameter_groups(model, config)
+        return MasterWeights(groups, chosen, **options) if "parameters" in self.options else chosen(groups, **options)
