@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what takes four GPUs of one host: 200 steps of meshes of 2 x 2 beside their oracles, then speeds on 4, 2 and 1.
-# Usage: benchmarks/four_gpus.sh OUT [cuda|cpu]. On a CPU, or with two GPUs, the meshes alone. Not yet run on GPUs.
+# Usage: benchmarks/four_gpus.sh OUT [cuda|cpu]. On a CPU, or with two GPUs, the meshes alone. Not yet run on four GPUs.
 set -euo pipefail
 out=$1 device=${2:-cuda}
 mkdir -p "$out"

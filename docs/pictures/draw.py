@@ -266,19 +266,21 @@ def holds(columns: tuple[Column, ...]) -> str:
     return svg(90 + step * len(columns) - 40, 246, parts)
 
 
-STUDY = HERE.parents[1] / "benchmarks/results/2026-11-27-h100-study-124m.txt"
+STUDY = HERE.parents[1] / "benchmarks/results/2026-11-28-h100-study.txt"
 CURVES = {"bf16-reordered": "#888", "current": "#2a6fb0", "nvfp4": "#c0504d", "nvfp4+finish20": "#3a8a3a"}
 
 
 def study() -> str:
     """Gaps of recipes to bf16: over the steps of 124M parameters, and at the end of each run of 30M."""
     ended: dict[str, list[float]] = {}  # of 30M, by seed
-    evaluated: list[list[str]] = []
+    tables: list[list[list[str]]] = []  # validation losses by step: seeds 0 and 1 of 124M, then experts
     for words in [line.split() for line in STUDY.read_text().splitlines()]:
         if words[:1] == ["30m"] and words[5:6] == ["%"]:
             ended.setdefault(words[1], []).append(float(words[4]))
-        elif words[:2] == ["step", "bf16"] or (evaluated and words and len(words) == len(evaluated[0])):
-            evaluated.append(words)
+        elif words[:2] == ["step", "bf16"]:
+            tables.append([words])
+        elif tables and len(words) == len(tables[-1][0]):
+            tables[-1].append(words)
     left, wide, top, high = 60, 300, 50, 250
 
     def across(step: float) -> float:
@@ -287,21 +289,25 @@ def study() -> str:
     def down(gap: float) -> float:
         return top + high * (1.3 - gap) / 1.7
 
-    parts = [text(left + wide / 2, 24, "124M parameters, 100M tokens", fill="#555")]
+    parts = [text(left + wide / 2, 24, "124M parameters, 100M tokens, two seeds", fill="#555")]
     for gap in (0.0, 0.5, 1.0):
         parts += [line(left, down(gap), wide, 0), text(left - 8, down(gap) + 5, f"{gap:+.1f} %", "end", 12)]
     parts += [text(across(step), top + high + 20, f"step {step}", size=12) for step in (760, 1000, 1221, 1526)]
     parts.append(f"<path d='M{across(1221):.0f},{top}v{high}' stroke='#3a8a3a' stroke-dasharray='4 3'/>")
     parts.append(text(across(1221) - 5, top + 12, "bf16 from here", "end", 12, "#3a8a3a"))
-    late = [row for row in evaluated[1:] if int(row[0]) > 700 and row[0] != "1520"]  # the last row has a larger sample
-    for name, color in CURVES.items():
-        own = evaluated[0].index(name)
-        gaps = [100 * (float(row[own]) / float(row[1]) - 1) for row in late]
-        points = " ".join(f"{across(int(row[0])):.1f},{down(gap):.1f}" for row, gap in zip(late, gaps, strict=True))
-        parts.append(f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='2'/>")
-        parts.append(
-            text(left + wide + 6, down(gaps[-1]) + (14 if name == "bf16-reordered" else 2), name, "start", 12, color)
-        )
+    for names, *rows in tables[:2]:
+        first = names is tables[0][0]
+        late = [row for row in rows if int(row[0]) > 700 and row[0] != "1520"]  # the last row has a larger sample
+        for name in names[2:]:
+            if name not in CURVES:
+                continue
+            gaps = [100 * (float(row[names.index(name)]) / float(row[1]) - 1) for row in late]
+            points = " ".join(f"{across(int(row[0])):.1f},{down(gap):.1f}" for row, gap in zip(late, gaps, strict=True))
+            style = f"stroke='{CURVES[name]}' " + ("stroke-width='2'" if first else "stroke-dasharray='5 3'")
+            parts.append(f"<polyline points='{points}' fill='none' {style}/>")
+            if first:
+                label = down(gaps[-1]) + (14 if name == "bf16-reordered" else 2)
+                parts.append(text(left + wide + 6, label, name, "start", 12, CURVES[name]))
     parts.append(text(690, 24, "30M parameters, 66M tokens, a dot a seed", fill="#555"))
     for place in range(-1, 4):
         x = 640 + 60 * place
