@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -15,7 +17,7 @@ LAYERS = 1
 
 
 def setting_of(factor: float = 1.0) -> Setting:
-    setting = Setting.of(Group.of(dist.group.WORLD), torch.device("cpu"), TINY, LAYERS)
+    setting = Setting.of(Group.of(dist.group.WORLD), torch.device("cpu"), replace(TINY, groups=2), LAYERS)
     return setting._replace(weights=[factor * weight for weight in setting.weights])
 
 
@@ -47,3 +49,9 @@ def test_contenders(worker_pool: Pools) -> None:
             assert error == 0 if name == "torch bf16" else least < error < 0.2, name
             assert after < before, name
     assert ranks[0] != ranks[1]  # each has data of its own
+
+
+def test_tensor_parallelism_beside_etp(worker_pool: Pools) -> None:
+    """Ranks get back the outputs and input gradients of their own sequences, and their shards of gradients."""
+    for found in worker_pool(4).run(first_steps, ["minifloat current, TP 2 x ETP", "minifloat block, TP 2 x ETP"]):
+        assert all(0.01 < error < 0.2 and after < before for error, before, after in found)

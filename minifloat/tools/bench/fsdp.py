@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,6 +26,7 @@ from minifloat import quantized_model_init
 from minifloat.comm.group import Group
 from minifloat.distributed import fully_shard, parallelize
 from minifloat.optim import MasterWeights
+from minifloat.parallel.state_dict import Layout
 from minifloat.tensor import QuantizedTensor
 from minifloat.tools.bench.fused import FULL, Sizes, layer_shapes, our_layers, random_weights, torch_layers
 from minifloat.tools.bench.gate import StepBounds, check_step
@@ -32,7 +34,7 @@ from minifloat.tools.bench.peers import fsdp_scales, torchao_converted
 from minifloat.tools.bench.registry import UnavailableError
 from minifloat.tools.bench.rounds import timed
 
-Sharded = Literal["layers", "linears", "etp"]
+Sharded = Literal["layers", "linears", "etp", "tp x etp"]
 LAYERS = 8
 STEPS = 3  # a round
 WARMUP = 3  # steps before anything is looked at: delayed scaling has found its scales
@@ -81,7 +83,7 @@ class Trainer(NamedTuple):
     """A sharded model and its optimizer.
 
     ``step`` trains and gives loss, output and the input's gradient. ``step(update=False)`` leaves the weights as they
-    are, and gives this rank's shards of their gradients too.
+    are, and gives the baseline's shards of their gradients too.
     """
 
     step: Callable[..., list[Tensor]]
@@ -136,6 +138,7 @@ def ours(
 ) -> Trainer:
     """Our layers, sharded; ``quantized``: parameters too, with fp32 masters; ``recast``: of ``parallelize``."""
     dtype = torch.bfloat16 if quantized else torch.float32  # of what quantized parameters stand for
+    mesh = _two_dims(setting) if how == "tp x etp" else None
     with quantized_model_init(quantized, recipe=recipe if quantized else None):
         made, parameters = our_layers(
             setting.sizes,
@@ -144,17 +147,46 @@ def ours(
             None if recipe == "bf16" else recipe,
             dtype,
             save_memory=save_memory,
+            attn_input_format="bshd" if mesh is None else "sbhd",
         )
     for parameter, weight in zip(parameters, setting.weights, strict=True):
         if isinstance(parameter, QuantizedTensor):
             parameter.set_high_precision_init_val(weight)  # where masters start, as all other contenders do
     if how == "etp":
         model = parallelize(made, setting.mesh, recast=recast)
+    elif mesh is not None:
+        model = parallelize(made, mesh)
     else:
         model = _sharded(fully_shard, made, setting, by_linear=how == "linears")
     adamw = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     optimizer = MasterWeights(model.parameters(), adamw) if quantized else adamw(model.parameters())
-    return _trainer(model, optimizer, setting, recipe, autocast=how == "etp" and recipe == "bf16")
+    autocast = how == "etp" and recipe == "bf16"
+    if mesh is None:
+        return _trainer(model, optimizer, setting, recipe, autocast=autocast)
+    tp = Group.of(mesh["tp"])
+    shared = setting._replace(x=_exchanged(setting.x, tp), target=_exchanged(setting.target, tp))
+    trainer = _trainer(model, optimizer, shared, recipe, gradients=partial(_joined_gradients, model, setting.mesh, tp))
+
+    def step(update: bool = True) -> list[Tensor]:
+        loss, y, dx, *gradients = trainer.step(update)
+        return [loss] if update else [loss, _exchanged(y, tp), _exchanged(dx, tp), *gradients]
+
+    return trainer._replace(step=step)
+
+
+def _two_dims(setting: Setting) -> DeviceMesh:
+    """Makes a mesh whose pairs of ranks split each layer, and the tokens of both ranks' sequences."""
+    size = setting.mesh.size()
+    if size < 4 or size % 2:
+        raise UnavailableError(f"2-way tensor parallelism beside ETP needs 4, 6, ... ranks; these are {size}")
+    return init_device_mesh(setting.x.device.type, (size // 2, 2), mesh_dim_names=("etp", "tp"))
+
+
+def _exchanged(x: Tensor, tp: Group) -> Tensor:
+    """Exchanges own sequences, [B, T, H], for T / 2 tokens of those of two ranks, [T / 2, 2 B, H], and back."""
+    both = x.new_empty(tp.size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(both, x.contiguous(), group=tp.process_group)
+    return both.transpose(0, 1).chunk(tp.size)[tp.rank].contiguous()
 
 
 def _sharded(shard: Callable[..., Any], model: nn.Module, setting: Setting, by_linear: bool = False) -> nn.Module:
@@ -173,9 +205,16 @@ def _sharded(shard: Callable[..., Any], model: nn.Module, setting: Setting, by_l
 
 def _trainer(
     model: nn.Module, optimizer: Any, setting: Setting, recipe: str, after: Callable[[], object] = nullcontext,
-    autocast: bool = False,
+    autocast: bool = False, gradients: Callable[[], list[Tensor]] | None = None,
 ) -> Trainer:  # fmt: skip
-    """``after``: is called after each step; ``autocast``: in bf16, which FSDP2 casts fp32 weights to."""
+    """Makes a trainer.
+
+    Args:
+        after: is called after each step.
+        autocast: in bf16, which FSDP2 casts fp32 weights to.
+        gradients: gives this rank's shards of them; default: the rank keeps no others.
+    """
+    shards = gradients or partial(_local_gradients, model, setting.mesh)
     leaf = setting.x.detach().requires_grad_()
     tokens = leaf.shape[0] * leaf.shape[1]
 
@@ -186,23 +225,48 @@ def _trainer(
         # a token's loss is a sum, as in a language model: gradients that are tiny from the start, delayed scaling loses
         loss = F.mse_loss(y, setting.target, reduction="sum") / tokens
         loss.backward()
-        gradients = [] if update else [_local_gradient(each, setting.mesh) for each in model.parameters()]
+        found = [] if update else shards()
         if update:
             optimizer.step()
         optimizer.zero_grad()
         after()
         assert leaf.grad is not None
-        return [loss.detach(), y.detach(), leaf.grad, *gradients]
+        return [loss.detach(), y.detach(), leaf.grad, *found]
 
     return Trainer(step, recipe)
 
 
-def _local_gradient(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's shard of it, zeros where there is none."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    if isinstance(gradient, DTensor):
-        return gradient.to_local()
-    return gradient if hasattr(parameter, "etp_group") else gradient.chunk(mesh.size())[mesh.get_local_rank()]
+def _local_gradients(model: nn.Module, mesh: DeviceMesh) -> list[Tensor]:
+    """Lists this rank's shards of all gradients, zeros where there is none."""
+    shards = []
+    for parameter in model.parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        elif not hasattr(parameter, "etp_group"):
+            gradient = gradient.chunk(mesh.size())[mesh.get_local_rank()]
+        shards.append(gradient)
+    return shards
+
+
+def _joined_gradients(model: nn.Module, mesh: DeviceMesh, tp: Group) -> list[Tensor]:
+    """Joins what tensor parallelism has split, and lists the shards that FSDP2 would give this rank."""
+    shards, layout = [], Layout(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        parts = []
+        for entry in layout.of(name, parameter):
+            part = parameter.grad.new_zeros(entry.shape)
+            place = part
+            for dim, (first, count) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
+                place = place.narrow(dim, first, count)
+            place.copy_(entry.of(parameter.grad))
+            if entry.cut:
+                dist.all_reduce(part)
+            parts.append(part)
+        # backward sums over tp, whose ranks share their data, where FSDP2 takes the mean
+        shards.append(torch.cat(parts).chunk(mesh.size())[mesh.get_local_rank()] / tp.size)
+    return shards
 
 
 CONTENDERS: Mapping[str, Callable[[Setting], Trainer]] = {
@@ -225,6 +289,8 @@ CONTENDERS: Mapping[str, Callable[[Setting], Trainer]] = {
     "minifloat current, ETP, recast": partial(ours, recipe="current", how="etp", recast=True),
     "minifloat block, ETP, recast": partial(ours, recipe="block", how="etp", recast=True),
     "minifloat mxfp8, ETP": partial(ours, recipe="mxfp8", how="etp"),
+    "minifloat current, TP 2 x ETP": partial(ours, recipe="current", how="tp x etp"),
+    "minifloat block, TP 2 x ETP": partial(ours, recipe="block", how="tp x etp"),
     "minifloat current, FP8 parameters, ETP": partial(ours, recipe="current", quantized=True, how="etp"),
 }  # fmt: skip
 

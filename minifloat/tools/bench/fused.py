@@ -125,8 +125,9 @@ def our_layers(
     **options: Any,
 ) -> Made:  # fmt: skip
     """Ours, with parameters of ``dtype`` and other options; without a recipe the bf16 path."""
+    options = {"attn_input_format": "bshd"} | options
     layer = partial(
-        TransformerLayer, sizes.hidden, sizes.ffn, sizes.heads, sizes.groups, EPS, 0.0, 0.0, attn_input_format="bshd",
+        TransformerLayer, sizes.hidden, sizes.ffn, sizes.heads, sizes.groups, EPS, 0.0, 0.0,
         fuse_qkv_params=True, normalization="RMSNorm", activation="swiglu", bias=False, params_dtype=dtype,
         device=weights[0].device, recipe=recipe, **options,
     )  # fmt: skip
