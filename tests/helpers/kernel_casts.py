@@ -61,9 +61,10 @@ MIXED: list[Pair] = [(E4M3, E5M2), (FP32, POW2), (replace(POW2, tile=True), POW2
 WITHOUT_KERNEL: list[Pair] = [
     *[(fmt, fmt) for fmt in (Format(block=2, scale_rule="fp32"), Format(block=8, tile=True, scale_rule="e8m0"))],
     *[(fmt, fmt) for fmt in (Format("e5m2", block=512, scale_rule="pow2"), Format("e2m1", 32, scale_rule="two_level"))],
-    (None, replace(MX, transform="hadamard16")),
 ]
 """What the reference casts, on a GPU too."""
+ROTATED_FIRST: Pair = None, replace(MX, element="e2m1", transform="hadamard16")
+"""A matrix is rotated by one launch and cast by another; groups are cast by the reference."""
 
 
 # ---- data ----

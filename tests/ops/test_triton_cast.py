@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.ops import quantize
 from minifloat.ops.launch import count_launches
-from minifloat.ops.quantize import gpu, per_tensor
+from minifloat.ops.quantize import gpu, nvfp4, per_tensor
 from tests.helpers import triton_interpreter
 from tests.helpers.compare import assert_same_bits, strides
 from tests.helpers.kernel_casts import (
@@ -32,7 +32,25 @@ from tests.helpers.kernel_casts import (
 
 STRIPS, NV_SEARCH = POW2, FOUR_OVER_SIX[-1]
 TILES = Format(block=128, tile=True, scale_rule="fp32", amax_epsilon=1e-3)
-FORMATS = [E4M3, E5M2, GIVEN, MX, STRIPS, TILES, NV, NV_TILES, NV_ROTATED, NV_STOCHASTIC, NV_LINES, NV_SEARCH]
+MX_ROTATED = [
+    Format("e2m1", 32, False, "e8m0", "hadamard16"),
+    Format("e5m2", 128, scale_rule="fp32", transform="hadamard16"),
+]
+FORMATS = [
+    *MX_ROTATED,
+    E4M3,
+    E5M2,
+    GIVEN,
+    MX,
+    STRIPS,
+    TILES,
+    NV,
+    NV_TILES,
+    NV_ROTATED,
+    NV_STOCHASTIC,
+    NV_LINES,
+    NV_SEARCH,
+]
 
 BOTH = (ROWWISE, COLUMNWISE)
 Cast = tuple[Tensor, Format, int]
@@ -136,6 +154,8 @@ def assert_promised(actual: Sequence[Tensor], promised: Sequence[Tensor]) -> Non
         ((NV, ROWWISE), (NV_STOCHASTIC, COLUMNWISE), 1),
         ((NV_STOCHASTIC, ROWWISE), (NV, COLUMNWISE), 1),
         ((MX, ROWWISE), (NV, COLUMNWISE), 2),
+        ((MX, ROWWISE), (MX_ROTATED[0], COLUMNWISE), 3),  # rotated first
+        ((E4M3, ROWWISE), (MX_ROTATED[1], COLUMNWISE), 3),
     ],
     ids=lambda part: "-".join(map(str, (part[0].spec, part[1]))) if isinstance(part, tuple) else None,
 )
@@ -222,6 +242,18 @@ def test_a_format_without_a_kernel_beside_others(device: torch.device) -> None:
     assert not check([(x, E4M3, ROWWISE), (x, Format(block=2, scale_rule="fp32"), COLUMNWISE)])
 
 
+def test_a_replay_rotates_what_it_is_given(device: torch.device) -> None:
+    """Three lists of tensors of the same shapes: recorded, and replayed in other memory."""
+    specs, dims = [E4M3.spec, MX_ROTATED[0].spec], [ROWWISE, COLUMNWISE]
+    for _ in range(3):
+        xs = [values((37, 48), device)] * 2
+        levels = [level_of(xs[0], E4M3, ROWWISE), None]
+        with count_launches() as launches:
+            actual = gpu.recorded_cast(xs, levels, [None] * 2, specs, dims, [False] * 2, None)
+        assert launches["rotate_kernel"] == 1 and sum(launches.values()) == 3
+        assert_same(actual, quantize.cast.reference(xs, levels, [None] * 2, specs, dims, [False] * 2, None))
+
+
 @pytest.mark.parametrize("count", [1, 8, 0], ids=["one", "eight", "in a table"])
 def test_compiled(count: int) -> None:
     """Wide accesses and no spills, wherever the matrices' arguments are."""
@@ -234,6 +266,7 @@ def test_compiled(count: int) -> None:
     amax = triton_interpreter.compile_for(
         per_tensor.amax_kernel, bf16, fp32, *integers, count, 16384, True, num_warps=8
     )
+    rotate = triton_interpreter.compile_for(nvfp4.rotate_kernel, bf16, bf16, *integers, count, True, 512, num_warps=4)
     constants = (*[True] * 3, *[False] * 2, E4M3.encoding, 448.0, E4M3.scaling, 0.0, False, *[True] * 3, 64, 128)
     cast = triton_interpreter.compile_for(
         per_tensor.cast_tensor_kernel, bf16, fp32, codes, fp32, fp32, codes, fp32, fp32, torch.float32,
@@ -241,4 +274,5 @@ def test_compiled(count: int) -> None:
     )  # fmt: skip
     assert cast.registers <= 96, "fewer than five tiles would be in flight on a multiprocessor"
     assert "ld.global.v4.b32" in amax.ptx and amax.spills == 0
+    assert "ld.global.v2.b32" in rotate.ptx and "st.global.v2.b32" in rotate.ptx and rotate.spills == 0
     assert "ld.global.v4.b32" in cast.ptx and "st.global.v4.b32" in cast.ptx and cast.spills == 0

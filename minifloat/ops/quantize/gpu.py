@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,11 @@ def casts(fmt: Format) -> bool:
         return fmt.block == 16
     whole = fmt.block == 0 and fmt.transform == "none" and (fmt.scaling.own or fmt.scale_rule == "given")
     return whole or casts_blocks(fmt)
+
+
+def _rotates_first(fmt: Format) -> bool:
+    """Whether a Hadamard transform is a launch of its own before the cast, which only NVFP4's does itself."""
+    return fmt.transform == "hadamard16" and casts_blocks(replace(fmt, transform="none"))
 
 
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:
@@ -72,7 +78,7 @@ def cast(
         shared: two orientations have one scale in memory, where it is the same.
     """
     parsed = [parse(spec) for spec in formats]
-    if not all(map(casts, parsed)):
+    if not all(casts(fmt) or _rotates_first(fmt) for fmt in parsed):
         return quantize.cast.reference(xs, given, rngs, formats, dims, k_major, noop)
     outputs: list[Tensor] = []
     jobs: list[CastJob] = []
@@ -82,6 +88,8 @@ def cast(
         xs, given, rngs, parsed, dims, k_major, as_values, strict=True
     ):
         check(x, level, fmt, dim)
+        if _rotates_first(fmt):
+            x, fmt, value = nvfp4.rotated(ready(x)), replace(fmt, transform="none"), False
         value = value and gives_values(fmt, level, x)
         transposed = transposed and not value
         codes, scale_inv = empty_cast(x, fmt, dim, transposed)

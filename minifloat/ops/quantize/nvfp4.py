@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.ops.launch import Kernel, ready
+from minifloat.ops.log import made
 from minifloat.ops.quantize.device import (
     corner,
     extent,
@@ -41,6 +43,7 @@ from minifloat.ops.quantize.nvfp4_device import (
     stack_16,
     tile_max,
 )
+from minifloat.ops.quantize.reference import rotated_rows
 from minifloat.ops.tiles import Tile, tile
 
 
@@ -204,7 +207,23 @@ def line_amax_kernel(
     tl.atomic_max(target, found.to(tl.int32, bitcast=True), mask=line < lines, sem="relaxed")
 
 
+@triton.jit
+def rotate_kernel(
+    xs, targets, starts, Ms, Ks,
+    COUNT: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    matrix = matrix_of(starts, program, COUNT)
+    M = pick(Ms, starts, matrix, COUNT)
+    K = extent(pick(Ks, starts, matrix, COUNT), ALIGNED_K)
+    m, k = corner(program - first_program(starts, matrix, COUNT), K, GROUP, LINES)
+    values = load_columns(pick_wide(xs, starts, matrix, COUNT, ALIGNED_K), m, k + tl.arange(0, LINES), M, K)
+    target = pick_wide(targets, starts, matrix, COUNT, ALIGNED_K)
+    _store_values(target, rotate(values), m, k, tl.cdiv(M, GROUP) * GROUP, K, True)
+
+
 CAST = Kernel(cast_nvfp4_kernel)
+ROTATE = Kernel(rotate_kernel)
 ROTATED_AMAX = Kernel(rotated_amax_kernel)
 LINE_AMAX = Kernel(line_amax_kernel)
 
@@ -248,6 +267,17 @@ def cast(jobs: Sequence[CastJob], noop: Tensor | None, choice: Tile | None = Non
         constants(first, programs.variant, noop is not None, _aligned(xs), choice),
         choice.warps,
     )
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotates groups of 16 rows of ``x``, contiguous [M, K]; gives bf16, M rounded up to 16."""
+    choice = tile("amax_nvfp4", x.device)
+    programs = _programs([x], choice)
+    result = made(x.new_empty(rotated_rows(x.shape[0]), x.shape[1], dtype=torch.bfloat16))
+    of_rotated = programs.variant, _aligned([x]), choice.cols
+    sources, targets = programs.pad([x]), programs.pad([result])
+    ROTATE(programs.total, (sources, targets), (programs.starts, *programs.sizes([x])), of_rotated, choice.warps)
+    return result
 
 
 def gives_values(fmt: Format, x: Tensor) -> bool:
