@@ -17,6 +17,6 @@ done
 on 4 benchmarks/nccl_etp.py --repetitions 20 | tee "$out/nccl-etp.log"
 for ranks in 4 2 1; do  # contenders keep 12 bytes a parameter each, of 1.7e9: one GPU has room for two
     only=([4]="(current|block)(, (TP 2 x )?ETP)?" [2]="(current|block)(, ETP)?" [1]=current)
-    on $ranks -m minifloat.tools.bench.ranks fsdp exposed experts --rounds 5 --out "$out" \
+    on $ranks -m minifloat.tools.bench.ranks fsdp exposed experts --rounds 5 --out "$out/$ranks" \
         --only "^minifloat ${only[$ranks]}$" | tee "$out/speed-$ranks.log"
 done

@@ -173,12 +173,16 @@ class Master:
 
 
 @torch.no_grad()
-def write(masters: Sequence[Master]) -> None:
-    """Rounds masters to their parameters: the quantized ones in one multi-tensor cast, the others in one copy."""
+def write(masters: Sequence[Master], skipped: Tensor | None = None) -> None:
+    """Rounds masters to their parameters: the quantized ones in one multi-tensor cast, the others in one copy.
+
+    ``skipped``, fp32 on the device: where it is not 0 no master has changed, and codes keep their delayed scale.
+    """
     quantized = [master for master in masters if isinstance(master.rows, QuantizedTensor)]
     others = [master for master in masters if not isinstance(master.rows, QuantizedTensor)]
     if quantized:
-        quantize_all_([m.rows for m in quantized], [local_rows(m.rounded()) for m in quantized])  # type: ignore[misc]
+        rows, values = [m.rows for m in quantized], [local_rows(m.rounded()) for m in quantized]
+        quantize_all_(rows, values, noop_flag=None if skipped is None else skipped.float().view(1))  # type: ignore[arg-type]
     if others:
         torch._foreach_copy_([m.rows for m in others], [local_rows(m.rounded()) for m in others])
     for master in masters:

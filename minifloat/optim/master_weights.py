@@ -103,17 +103,21 @@ class MasterWeights(torch.optim.Optimizer):
         """
         if self._overflowed():
             return None
+        found = getattr(self, "found_inf", None) if capturing() else None
+        found = found if isinstance(found, Tensor) else None  # which is then read on the device
         with torch.no_grad():
             self._prepare()
             gradients = _SteppedGradients(list(self._params()), self._masters, getattr(self, "grad_scale", None))
             try:
+                if found is not None:
+                    self.inner.found_inf = found  # type: ignore[attr-defined]
                 if closure is None:
                     gradients.set()
                     loss = self.inner.step()
                 else:
                     loss = self.inner.step(self._reevaluation(closure, gradients))
                 if not all(_is_noop_step(group) for group in self.inner.param_groups):
-                    write(self._with_gradient())
+                    write(self._with_gradient(), found)
             finally:
                 gradients.restore()
                 self.inner.__dict__.pop("found_inf", None)
@@ -127,7 +131,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _overflowed(self) -> bool:
         """Reads what ``GradScaler`` found, which sets ``found_inf`` and ``grad_scale`` for the time of a step.
 
-        In a CUDA graph the inner optimizer reads it on the device, and parameters are rounded from masters of before.
+        False in a CUDA graph, where the inner optimizer and the casts read it on the device.
         """
         found: Tensor | int | None = getattr(self, "found_inf", None)  # 0 where nothing has a gradient
         if found is None:
@@ -137,14 +141,13 @@ class MasterWeights(torch.optim.Optimizer):
                 "GradScaler looks at p.grad alone and would miss an overflow in main_grad; train in bf16 without a "
                 "scaler, or without fuse_wgrad_accumulation"
             )
-        if not capturing():
+        if not (isinstance(found, Tensor) and capturing()):
             return bool(found)
         if not getattr(self.inner, "_step_supports_amp_scaling", False):
             raise RuntimeError(
                 f"a CUDA graph cannot wait to see whether gradients overflowed, as {type(self.inner).__name__} does: "
                 "make the inner optimizer with fused=True, or capture no step"
             )
-        self.inner.found_inf = found  # type: ignore[attr-defined]
         return False
 
     def _prepare(self) -> None:

@@ -34,7 +34,7 @@ STRIPS, NV_SEARCH = POW2, FOUR_OVER_SIX[-1]
 TILES = Format(block=128, tile=True, scale_rule="fp32", amax_epsilon=1e-3)
 MX_ROTATED = [
     Format("e2m1", 32, False, "e8m0", "hadamard16"),
-    Format("e5m2", 128, scale_rule="fp32", transform="hadamard16"),
+    Format("e5m2", 128, scale_rule="pow2", transform="hadamard16"),
 ]
 FORMATS = [
     *MX_ROTATED,
@@ -233,6 +233,7 @@ def test_nothing_beside_others(device: torch.device) -> None:
         for fmt in FORMATS:
             casts = [(x, fmt, COLUMNWISE), *each_way(y, fmt), (x, fmt, COLUMNWISE)]
             check(casts)
+            check(casts, noop=torch.zeros(1, device=device))
             check_amax(casts)
 
 
@@ -250,7 +251,7 @@ def test_a_replay_rotates_what_it_is_given(device: torch.device) -> None:
         levels = [level_of(xs[0], E4M3, ROWWISE), None]
         with count_launches() as launches:
             actual = gpu.recorded_cast(xs, levels, [None] * 2, specs, dims, [False] * 2, None)
-        assert launches["rotate_kernel"] == 1 and sum(launches.values()) == 3
+        assert launches["hadamard_kernel"] == 1 and sum(launches.values()) == 3
         assert_same(actual, quantize.cast.reference(xs, levels, [None] * 2, specs, dims, [False] * 2, None))
 
 
@@ -266,7 +267,7 @@ def test_compiled(count: int) -> None:
     amax = triton_interpreter.compile_for(
         per_tensor.amax_kernel, bf16, fp32, *integers, count, 16384, True, num_warps=8
     )
-    rotate = triton_interpreter.compile_for(nvfp4.rotate_kernel, bf16, bf16, *integers, count, True, 512, num_warps=4)
+    rotate = triton_interpreter.compile_for(nvfp4.hadamard_kernel, bf16, bf16, *integers, count, True, 512, num_warps=4)
     constants = (*[True] * 3, *[False] * 2, E4M3.encoding, 448.0, E4M3.scaling, 0.0, False, *[True] * 3, 64, 128)
     cast = triton_interpreter.compile_for(
         per_tensor.cast_tensor_kernel, bf16, fp32, codes, fp32, fp32, codes, fp32, fp32, torch.float32,

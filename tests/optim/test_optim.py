@@ -538,6 +538,29 @@ def test_a_step_that_overflowed_changes_nothing(
     assert not same(before[0], list(model.parameters()))
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+def test_an_overflow_in_a_graph_changes_no_code(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step overflows; codes, scales and losses are always those of steps that look on the host."""
+    found = []
+    for in_graph in (False, True):
+        torch.manual_seed(0)
+        with minifloat.quantized_model_init(recipe=recipe):
+            model = nn.Sequential(*[minifloat.Linear(32, 32, recipe=recipe) for _ in range(2)])
+        optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=0.01, fused=True)
+        monkeypatch.setattr("minifloat.optim.master_weights.capturing", lambda in_graph=in_graph: in_graph)
+        seen = []
+        for step in range(5):
+            loss = model(torch.randn(8, 32)).square().mean()
+            loss.backward()
+            optimizer.found_inf = torch.tensor(float(step == 2))  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not hasattr(optimizer.inner, "found_inf")
+            seen += [loss.detach(), *[weight.dequantize() for weight in model.parameters() if weight.dim() == 2]]
+        found.append(seen)
+    assert same(*found)
+
+
 def test_a_graph_does_not_wait_for_an_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minifloat.optim.master_weights.capturing", lambda: True)
     model = delayed_model().bfloat16()

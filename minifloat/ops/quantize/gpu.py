@@ -21,7 +21,7 @@ from minifloat.ops.replay import Recorder
 
 
 def casts(fmt: Format) -> bool:
-    """Whether there are kernels for the format; any other is the reference's."""
+    """Whether there are kernels for the format; others are the reference's, but for those that are rotated first."""
     if fmt.scale_rule == "two_level":
         return fmt.block == 16
     whole = fmt.block == 0 and fmt.transform == "none" and (fmt.scaling.own or fmt.scale_rule == "given")
@@ -29,8 +29,12 @@ def casts(fmt: Format) -> bool:
 
 
 def _rotates_first(fmt: Format) -> bool:
-    """Whether a Hadamard transform is a launch of its own before the cast, which only NVFP4's does itself."""
-    return fmt.transform == "hadamard16" and casts_blocks(replace(fmt, transform="none"))
+    """Whether a format is rotated by a launch of its own, to bf16; NVFP4's kernels rotate themselves.
+
+    Scales of other rules than powers of two depend on the dtype that is cast.
+    """
+    plain = replace(fmt, transform="none")
+    return fmt != plain and casts_blocks(plain) and fmt.scaling.power_of_two
 
 
 def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> list[Tensor]:

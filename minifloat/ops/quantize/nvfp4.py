@@ -208,7 +208,7 @@ def line_amax_kernel(
 
 
 @triton.jit
-def rotate_kernel(
+def hadamard_kernel(
     xs, targets, starts, Ms, Ks,
     COUNT: tl.constexpr, ALIGNED_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
@@ -223,7 +223,7 @@ def rotate_kernel(
 
 
 CAST = Kernel(cast_nvfp4_kernel)
-ROTATE = Kernel(rotate_kernel)
+ROTATE = Kernel(hadamard_kernel)
 ROTATED_AMAX = Kernel(rotated_amax_kernel)
 LINE_AMAX = Kernel(line_amax_kernel)
 

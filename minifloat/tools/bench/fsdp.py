@@ -83,7 +83,7 @@ class Trainer(NamedTuple):
     """A sharded model and its optimizer.
 
     ``step`` trains and gives loss, output and the input's gradient. ``step(update=False)`` leaves the weights as they
-    are, and gives the baseline's shards of their gradients too.
+    are, and also gives the shards of their gradients that FSDP2 gives this rank.
     """
 
     step: Callable[..., list[Tensor]]
@@ -183,7 +183,7 @@ def _two_dims(setting: Setting) -> DeviceMesh:
 
 
 def _exchanged(x: Tensor, tp: Group) -> Tensor:
-    """Exchanges own sequences, [B, T, H], for T / 2 tokens of those of two ranks, [T / 2, 2 B, H], and back."""
+    """Exchanges a rank's sequences, [B, T, H], for half of the tokens of both ranks, [T / 2, 2 B, H], or back."""
     both = x.new_empty(tp.size * x.shape[0], *x.shape[1:])
     dist.all_gather_into_tensor(both, x.contiguous(), group=tp.process_group)
     return both.transpose(0, 1).chunk(tp.size)[tp.rank].contiguous()
@@ -212,7 +212,7 @@ def _trainer(
     Args:
         after: is called after each step.
         autocast: in bf16, which FSDP2 casts fp32 weights to.
-        gradients: gives this rank's shards of them; default: the rank keeps no others.
+        gradients: gives the shards of them that FSDP2 gives this rank; default: those of its own parameters.
     """
     shards = gradients or partial(_local_gradients, model, setting.mesh)
     leaf = setting.x.detach().requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -127,6 +128,8 @@ def study(
             held.enter_context(claimed(plan.out))
             plan.folder.mkdir(exist_ok=True)
             left = [job for job in plan.jobs if job not in runs.finished(plan.jobs, plan.conditions, plan.folder)]
+            if any("moments8" in job.name for job in left) and importlib.util.find_spec("torchao") is None:
+                raise ValueError("--recipes: moments8 needs torchao; pip install torchao, or leave it out")
         crashed = run(plan, left)
         results = runs.finished(plan.jobs, plan.conditions, plan.folder)
         noise = floor_of(plan, results)

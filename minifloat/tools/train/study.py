@@ -9,7 +9,7 @@ controls, which show how far apart two runs end that no quantization separates:
 
 A run's result is one file, written aside and renamed, so a study that was killed goes on with what is not there yet; a
 long run saves checkpoints and goes on from its last one. On a GPU all steps from the second on are replays of a CUDA
-graph, but for ``moments8``, and sums have a fixed order.
+graph, but for ``moments8``.
 """
 
 from __future__ import annotations
@@ -323,10 +323,6 @@ def work(task: dict[str, Any]) -> None:
     torch.set_num_threads(task["threads"])
     job, conditions, folder = Job(**task["job"]), Conditions(**task["conditions"]), Path(task["folder"])
     device, parent = torch.device(task["device"]), os.getppid()
-    if device.type == "cuda":  # two variants of a recipe have the same steps until they differ, to the bit
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     corpus = load_text([Path(path) for path in task["paths"]], conditions.sizes.context)
     if corpus.fingerprint != conditions.text:
         raise ValueError(f"the text has changed: it was {conditions.text}, it is {corpus.fingerprint}")

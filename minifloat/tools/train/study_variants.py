@@ -26,7 +26,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -103,8 +102,6 @@ class Variant:
         if "parameters" in options and {*TAILS, *FINISHES} & set(options):
             raise ValueError(f"--recipes: {name}: parameters that are codes stay codes in bf16; leave one of them out")
         recipe = replace(recipe, **changes)  # type: ignore[type-var]  # all recipes are dataclasses
-        if "moments8" in options and importlib.util.find_spec("torchao") is None:
-            raise ValueError(f"--recipes: {name}: moments8 needs torchao; pip install torchao, or leave it out")
         if len(set(options)) < len(options):
             raise ValueError(f"--recipes: {name}: name each option once")
         return cls(recipe, frozenset(options))
