@@ -101,23 +101,23 @@ class MasterWeights(torch.optim.Optimizer):
             ValueError: a parameter has moved to another device, or ``GradScaler`` is used with ``main_grad``.
             RuntimeError: a CUDA graph is captured with a ``GradScaler``, and the inner optimizer is not fused.
         """
-        if self._overflowed():
+        found = self._found_inf()
+        if found is True:
             return None
-        found = getattr(self, "found_inf", None) if capturing() else None
-        found = found if isinstance(found, Tensor) else None  # which is then read on the device
+        in_graph = found if isinstance(found, Tensor) else None
         with torch.no_grad():
             self._prepare()
             gradients = _SteppedGradients(list(self._params()), self._masters, getattr(self, "grad_scale", None))
             try:
-                if found is not None:
-                    self.inner.found_inf = found  # type: ignore[attr-defined]
+                if in_graph is not None:
+                    self.inner.found_inf = in_graph  # type: ignore[attr-defined]
                 if closure is None:
                     gradients.set()
                     loss = self.inner.step()
                 else:
                     loss = self.inner.step(self._reevaluation(closure, gradients))
                 if not all(_is_noop_step(group) for group in self.inner.param_groups):
-                    write(self._with_gradient(), found)
+                    write(self._with_gradient(), in_graph)
             finally:
                 gradients.restore()
                 self.inner.__dict__.pop("found_inf", None)
@@ -128,10 +128,10 @@ class MasterWeights(torch.optim.Optimizer):
         self._refresh_state()
         return loss
 
-    def _overflowed(self) -> bool:
+    def _found_inf(self) -> bool | Tensor:
         """Reads what ``GradScaler`` found, which sets ``found_inf`` and ``grad_scale`` for the time of a step.
 
-        False in a CUDA graph, where the inner optimizer and the casts read it on the device.
+        A CUDA graph cannot wait for it: its inner optimizer and casts take the number on the device.
         """
         found: Tensor | int | None = getattr(self, "found_inf", None)  # 0 where nothing has a gradient
         if found is None:
@@ -148,7 +148,7 @@ class MasterWeights(torch.optim.Optimizer):
                 f"a CUDA graph cannot wait to see whether gradients overflowed, as {type(self.inner).__name__} does: "
                 "make the inner optimizer with fused=True, or capture no step"
             )
-        return False
+        return found
 
     def _prepare(self) -> None:
         for p in self._params():

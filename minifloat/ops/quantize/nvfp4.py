@@ -1,4 +1,4 @@
-"""NVFP4 in Triton: casts along the rows and the columns in one launch, and the amaxes that only NVFP4 needs.
+"""NVFP4 in Triton: casts along the rows and the columns in one launch, the amaxes that only NVFP4 needs, and rotation.
 
 A program has 16 rows, one group of the columns. It reads them once for each cast, from the cache the second time: along
 the rows so that a thread holds 16 neighbours, along the columns row by row.
@@ -270,7 +270,7 @@ def cast(jobs: Sequence[CastJob], noop: Tensor | None, choice: Tile | None = Non
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotates groups of 16 rows of ``x``, contiguous [M, K]; gives bf16, M rounded up to 16."""
+    """Rotates groups of 16 rows of ``x``, contiguous [M, K], for casts to other formats; bf16, M rounded up to 16."""
     choice = tile("amax_nvfp4", x.device)
     programs = _programs([x], choice)
     result = made(x.new_empty(rotated_rows(x.shape[0]), x.shape[1], dtype=torch.bfloat16))

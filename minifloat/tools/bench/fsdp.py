@@ -257,10 +257,7 @@ def _joined_gradients(model: nn.Module, mesh: DeviceMesh, tp: Group) -> list[Ten
         parts = []
         for entry in layout.of(name, parameter):
             part = parameter.grad.new_zeros(entry.shape)
-            place = part
-            for dim, (first, count) in enumerate(zip(entry.offsets, entry.sizes, strict=True)):
-                place = place.narrow(dim, first, count)
-            place.copy_(entry.of(parameter.grad))
+            entry.local(part).copy_(entry.of(parameter.grad))
             if entry.cut:
                 dist.all_reduce(part)
             parts.append(part)

@@ -118,7 +118,7 @@ class Variant:
 
     @property
     def can_stop(self) -> bool:
-        """Checkpoints hold what its optimizer has; otherwise a run that was stopped starts anew."""
+        """Whether a run can stop and go on: checkpoints hold what its optimizer has. Otherwise it starts anew."""
         return not {"parameters", "moments8"} & self.options
 
     @property
