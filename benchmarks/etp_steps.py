@@ -5,8 +5,9 @@
 
 Two models of one seed see the same data, which differs between data ranks: the weights of one are shared, those of the
 other are replicated. Gradients are not clipped: their norm is a sum in another order. Meshes are ``tp`` 2 x ``etp`` 2,
-and ``etp`` 2 x ``eetp`` 2 with layers of experts, on a CPU or, with ``--device cuda``, on two or four GPUs. Prints, and
-appends to ``--out``, a line of JSON: losses on the way, and by how much the losses of the two ever differed.
+``dp`` 2 x ``etp`` 2, and ``etp`` 2 x ``eetp`` 2 with layers of experts, on a CPU or, with ``--device cuda``, on two or
+four GPUs. Prints, and appends to ``--out``, a line of JSON: losses on the way, and by how much the losses of the two
+ever differed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from minifloat.recipe import OwnRecipe, named
 
 VOCABULARY, HIDDEN, FFN, TOKENS = 32, 32, 48, 16
 PLAN: dict[str, Any] = {"embedding": "vocabulary", "norm": "sequence", "head": "column"}
-KINDS = {"tp x etp": ("etp", "tp"), "experts": ("etp", "eetp")}
+KINDS = {"tp x etp": ("etp", "tp"), "dp x etp": ("etp", "dp"), "experts": ("etp", "eetp")}
+NAMES = {"tp x etp": "tp 2 x etp 2", "dp x etp": "dp 2 x etp 2", "experts": "etp 2 x eetp 2, experts"}
 
 
 class Model(nn.Module):
@@ -62,9 +64,10 @@ def made(kind: str, recipe: str, shared: bool, device: str) -> tuple[nn.Module, 
     torch.manual_seed(0)
     model = Model(named(recipe), 3 if kind == "experts" else 0).to(device)
     names = KINDS[kind]
-    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=names if shared or kind == "experts" else ("dp", "tp"))
-    if shared or kind != "experts":
-        parallelize(model, mesh, plan=PLAN if kind == "tp x etp" else None)
+    with_tp = kind == "tp x etp"
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp") if with_tp and not shared else names)
+    if shared or with_tp:
+        parallelize(model, mesh, plan=PLAN if with_tp else None)
     else:
         for name, parameter in model.named_parameters():  # gradients are summed in the order of the shared model
             order = names[::-1] if ".experts." in name and name.endswith("weight") else names
@@ -128,7 +131,7 @@ def main() -> None:
         report = {
             "date": str(date.today()),
             "torch": torch.__version__,
-            "mesh": "tp 2 x etp 2" if options.kind == "tp x etp" else "etp 2 x eetp 2, experts",
+            "mesh": NAMES[options.kind],
             "recipe": options.recipe,
             "steps": options.steps,
             "seconds": round(time.monotonic() - begin),

@@ -7,7 +7,7 @@ mkdir -p "$out"
 on() { torchrun --nproc-per-node "$@"; }
 
 for recipe in current block mxfp8 nvfp4; do
-    for kind in "tp x etp" experts; do
+    for kind in "tp x etp" "dp x etp" experts; do
         on 4 benchmarks/etp_steps.py "$kind" $recipe --device "$device" --steps 200 --out "$out/etp.jsonl"
     done
     on 4 benchmarks/ep_steps.py "one process" $recipe --experts --device "$device" --out "$out/ep.jsonl"
