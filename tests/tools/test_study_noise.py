@@ -177,6 +177,19 @@ def test_captured_runs_are_the_same(name: str, corpus: Corpus, graph_device: tor
     assert losses[0] == losses[1] and len(losses[0]) == 5 and runs[0].gemms == runs[1].gemms
 
 
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_weights_kept_as_codes_train_as_those_cast_each_step(
+    name: str, corpus: Corpus, graph_device: torch.device
+) -> None:
+    conditions = given(corpus, steps=30, device=study.device_kind(graph_device))
+    runs = [
+        study.execute(Job(each, 0), conditions, corpus, graph_device, cuda_graph=True).run
+        for each in (name, f"{name}+parameters")
+    ]
+    losses = [[(m.loss, m.gradient_norm, m.validation_loss) for m in run.history] for run in runs]
+    assert losses[0] == losses[1]
+
+
 class TensorRate(torch.optim.AdamW):
     """Stands for torchao's AdamWFp8, which refuses a learning rate that is no tensor."""
 

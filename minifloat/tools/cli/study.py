@@ -93,7 +93,7 @@ def study(
     warmup: Annotated[float, typer.Option(help="share of the steps over which the learning rate rises")] = 0.1,
     clip: Annotated[float, typer.Option(help="the largest gradient norm")] = 1.0,
     evaluations: Annotated[int, typer.Option(help="how often a run's validation loss is taken")] = 10,
-    evaluation_batches: Annotated[int, typer.Option(help="how many of the size of a step's, at the end")] = 64,
+    evaluation_batches: Annotated[int, typer.Option(help="how many of the size of a step's, at the end")] = 80,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all GPUs, in turn) or cuda:N")] = "auto",
     workers: Annotated[int, typer.Option(help="runs side by side, each a process of its own")] = 1,
     minutes: Annotated[float, typer.Option(help="stop then, with checkpoints; the same command goes on")] = math.inf,
