@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -279,6 +282,51 @@ def test_runs_that_were_stopped_in_the_middle_go_on(tmp_path: Path, monkeypatch:
     stopped = study.read(job.file(tmp_path))
     assert [m.loss for m in stopped.run.history] == [m.loss for m in whole.run.history]
     assert stopped.validation() == whole.validation()
+
+
+class InThisProcess:
+    """Stands for `subprocess.Popen` of a run."""
+
+    def __init__(self, command: list[str], stdout: IO[bytes], **_: Any) -> None:
+        self.returncode: int = 0
+        log = io.TextIOWrapper(stdout, write_through=True)
+        try:
+            with redirect_stdout(log):
+                study.work(json.loads(command[-1]))
+        except SystemExit as ended:
+            self.returncode = int(ended.code or 0)
+        log.detach()
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+def test_runs_of_a_seed_have_their_first_steps_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study.subprocess, "Popen", InThisProcess)
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    options = ("study", text, "--model", "micro", "--steps", 5, "--batch-size", 2, "--accumulate", 1, "--seeds", 2,
+               "--device", "cpu", "--out", out, "--evaluations", 5, "--evaluation-batches", 9,
+               "--max-gap", 1)  # fmt: skip
+    code, output = invoke(*options, "--recipes", "delayed", "--common", 0.6)
+    assert code == 2 and "delayed keeps a state that bf16 has not" in output, output
+    code, output = invoke(*options, "--recipes", "current", "--common", 1.0)
+    assert code == 2 and "choose a share of the steps below 1" in output, output
+    code, output = invoke(*options, "--recipes", "current", "--common", 0.6)
+    assert code == 0 and "3: 0.000%" in output, output
+    results = {job: study.read(job.file(out / "runs")) for job in study.jobs(["current"], (0, 1))}
+    for seed in (0, 1):
+        losses = [[m.loss for m in result.run.history] for job, result in results.items() if job.seed == seed]
+        whole = study.execute(Job("bf16", seed), replace(results[Job("bf16", seed)].conditions, common=0),
+                              study.load_text([text], MICRO.context), CPU)  # fmt: skip
+        assert losses[0] == [m.loss for m in whole.run.history]
+        assert len({tuple(each[:3]) for each in losses}) == 1 and len({each[4] for each in losses}) == 4
+    assert study_report.problems_of_runs(results) == []
+    other = study.read(Job("current", 1).file(out / "runs"))
+    results[Job("current", 0)] = replace(other, job=Job("current", 0))
+    assert study_report.problems_of_runs(results) == [
+        "seed 0: current has other first steps than bf16; run one of them again"
+    ]
 
 
 def test_controls_alone_give_the_floor(tmp_path: Path) -> None:

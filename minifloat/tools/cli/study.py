@@ -94,6 +94,7 @@ def study(
     clip: Annotated[float, typer.Option(help="the largest gradient norm")] = 1.0,
     evaluations: Annotated[int, typer.Option(help="how often a run's validation loss is taken")] = 10,
     evaluation_batches: Annotated[int, typer.Option(help="how many of the size of a step's, at the end")] = 80,
+    common: Annotated[float, typer.Option(help="share of the steps, the first ones, that runs have in common")] = 0.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all GPUs, in turn) or cuda:N")] = "auto",
     workers: Annotated[int, typer.Option(help="runs side by side, each a process of its own")] = 1,
     minutes: Annotated[float, typer.Option(help="stop then, with checkpoints; the same command goes on")] = math.inf,
@@ -123,7 +124,7 @@ def study(
             plan = make_plan(
                 paths or [], machine_text, text_bytes, vocabulary, recipes, seeds, model, steps, batch_size, accumulate,
                 experts, learning_rate, warmup, clip, evaluations, evaluation_batches, device, workers, minutes, out,
-                resolution, (max_gap, max_gap_4bit),
+                resolution, (max_gap, max_gap_4bit), common,
             )  # fmt: skip
             held.enter_context(claimed(plan.out))
             plan.folder.mkdir(exist_ok=True)
@@ -151,7 +152,7 @@ def make_plan(
     paths: Sequence[Path], machine_text: bool, text_bytes: int | None, vocabulary: int, recipes: str, seeds: str,
     model: str, steps: int, batch_size: int, accumulate: int, experts: int, learning_rate: float | None, warmup: float,
     clip: float, evaluations: int, evaluation_batches: int, device: str, workers: int, minutes: float, out: Path | None,
-    resolution: float, limits: tuple[float, float],
+    resolution: float, limits: tuple[float, float], common: float = 0.0,
 ) -> Study:  # fmt: skip
     """The study that the options ask for; raises ValueError for what is impossible."""
     names = [name.strip() for name in recipes.split(",") if recipes.strip()]
@@ -162,7 +163,9 @@ def make_plan(
         raise ValueError(f"--recipes {recipes} names a recipe twice; name each once")
     if model not in MODELS:
         raise ValueError(f"--model: there is no model {model!r}; choose from {', '.join(MODELS)}")
-    check_numbers(workers, minutes, resolution, limits)
+    check_numbers(workers, minutes, resolution, limits, common)
+    if late := [name for name in compared if common and not Variant.parse(name).can_follow_bf16]:
+        raise ValueError(f"--common: {late[0]} keeps a state that bf16 has not; leave it out of --recipes")
     sizes = replace(MODELS[model], experts=experts)
     folder = out or Path("runs") / f"study-{model}"
     if packed := [path for path in paths if path.suffix in SUFFIXES]:
@@ -179,7 +182,7 @@ def make_plan(
     conditions = Conditions(
         model, steps, batch_size, rate, corpus.fingerprint, kind, evaluations=evaluations,
         evaluation_batches=evaluation_batches, threads=threads if devices[0].type == "cpu" else None,
-        accumulate=accumulate, warmup=warmup, clip=clip, experts=experts, decay="linear",
+        accumulate=accumulate, warmup=warmup, clip=clip, experts=experts, decay="linear", common=int(common * steps),
     )  # fmt: skip
     jobs = runs.jobs(names, chosen_seeds(seeds))
     for job in jobs:
@@ -200,13 +203,15 @@ def kept_text(out: Path, paths: Sequence[Path], vocabulary: int, most: int | Non
     return folder
 
 
-def check_numbers(workers: int, minutes: float, resolution: float, limits: tuple[float, float]) -> None:
+def check_numbers(workers: int, minutes: float, resolution: float, limits: tuple[float, float], common: float) -> None:
     """Raises ValueError for numbers with which nothing would run, or nothing pass."""
     if not 1 <= workers <= MOST_WORKERS:
         choice = "at least 1" if workers < 1 else f"at most {MOST_WORKERS}"
         raise ValueError(f"--workers is {workers}; choose {choice}")
     if not 0 < resolution < 1:
         raise ValueError(f"--resolution is {resolution}; choose a share of the loss, such as 0.001")
+    if not 0 <= common < 1:
+        raise ValueError(f"--common is {common}; choose a share of the steps below 1, such as 0.4")
     for option, value in (("--minutes", minutes), ("--max-gap", limits[0]), ("--max-gap-4bit", limits[1])):
         if not value >= 0:
             raise ValueError(f"{option} is {value}; choose 0 or more")
@@ -270,7 +275,10 @@ def run(plan: Study, left: Sequence[Job]) -> list[Job]:
             tail = log.read_text(errors="replace").splitlines()[-3:]
             typer.echo(f"{clock}: FAILED: {job} ended with code {code}, see {log}: {' / '.join(tail)}", err=True)
 
-    runs.run_jobs(left, begin, plan.workers, began + 60 * plan.minutes, ended)
+    first = [Job(runs.COMMON, seed) for seed in dict.fromkeys(job.seed for job in left) if plan.conditions.common]
+    first = [job for job in first if runs.common_start(job.seed, plan.conditions, plan.folder) is None]
+    for each in (first, left):
+        runs.run_jobs(each, begin, plan.workers, began + 60 * plan.minutes, ended)
     return crashed
 
 

@@ -4,8 +4,10 @@ All runs of a seed start from the same weights and see the same batches. Beside 
 controls, which show how far apart two runs end that no quantization separates:
 
 - ``bf16-reordered``: bf16 with every sum of the linears taken in the reverse order, see :class:`ReversedLinear` and
-  :class:`ReversedBatch`. In exact arithmetic it is the same model.
+  :func:`reverse_batch`. In exact arithmetic it is the same model.
 - ``fp32``: the activations and all products in fp32, without TF32.
+
+Runs of a seed may have their first steps in common: a ``common`` run in bf16, from whose checkpoint they all go on.
 
 A run's result is one file, written aside and renamed, so a study that was killed goes on with what is not there yet; a
 long run saves checkpoints and goes on from its last one. On a GPU all steps from the second on are replays of a CUDA
@@ -34,7 +36,7 @@ from torch import Tensor, nn
 from minifloat import Linear
 from minifloat.functional import Gemm
 from minifloat.tools.train import data, source_text
-from minifloat.tools.train.checkpoint import latest
+from minifloat.tools.train.checkpoint import Checkpoint, latest
 from minifloat.tools.train.checkpoint_writer import Checkpoints
 from minifloat.tools.train.loop import Interrupted, Metrics, Run, TrainConfig, train
 from minifloat.tools.train.model import MODELS, ModelConfig
@@ -45,6 +47,7 @@ BASELINE = "bf16"
 REORDERED = "bf16-reordered"
 FP32 = "fp32"
 CONTROLS = (REORDERED, FP32)
+COMMON = "common"  # the first steps of all runs of a seed
 
 SAVE_EVERY = 500  # steps; a run that is stopped in time saves too
 EARLY_EVERY = 8  # evaluation batches: evaluations before the last one are for the curves
@@ -69,6 +72,7 @@ class Conditions:
     warmup: float = 0.1
     clip: float = 1.0
     experts: int = 0
+    common: int = 0  # steps, the first ones, that all runs of a seed have in common
     decay: Literal["cosine", "linear"] = "cosine"  # which results of older studies do not name
 
     def config(self, job: Job) -> TrainConfig:
@@ -99,7 +103,7 @@ class Job:
     @property
     def variant(self) -> Variant | None:
         """The recipe, and what is done beside it; None of bf16 and the controls."""
-        return None if self.name in (BASELINE, *CONTROLS) else Variant.parse(self.name)
+        return None if self.name in (BASELINE, *CONTROLS, COMMON) else Variant.parse(self.name)
 
     def file(self, folder: Path) -> Path:
         """File of the job's result."""
@@ -158,19 +162,13 @@ class ReversedLinear(Linear):
         return F.linear(inputs[0].flip(-1), self.weight.flip(0, 1), bias).flip(-1)
 
 
-class ReversedBatch(nn.Module):
-    """A model that has the rows of its batch in reverse order; so wgrad, and the embedding's gradient, sum over them.
+def reverse_batch(model: nn.Module) -> None:
+    """Lets the model see the rows of its batch in reverse order; so wgrad, and the embedding's, sums over them.
 
     What goes in and what comes out is in the usual order.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs_BT: Tensor) -> Tensor:
-        logits_BTV: Tensor = self.model(inputs_BT.flip(0)).flip(0)
-        return logits_BTV
+    model.register_forward_pre_hook(lambda _, inputs: (inputs[0].flip(0),))
+    model.register_forward_hook(lambda _, inputs, logits_BTV: logits_BTV.flip(0))
 
 
 def build(job: Job, sizes: ModelConfig) -> nn.Module:
@@ -183,7 +181,8 @@ def build(job: Job, sizes: ModelConfig) -> nn.Module:
     for module in model.modules():
         if isinstance(module, Linear):
             module.__class__ = ReversedLinear
-    return ReversedBatch(model)
+    reverse_batch(model)
+    return model
 
 
 def execute(
@@ -318,6 +317,12 @@ def load_text(paths: Sequence[Path], context: int) -> data.Corpus:
     return kept or data.load(paths, least=context + 1)
 
 
+def common_start(seed: int, conditions: Conditions, folder: Path) -> Checkpoint | None:
+    """The state after the steps that runs of a seed have in common; None if they have not all been made."""
+    reached = latest(Job(COMMON, seed).saved(folder))
+    return reached if reached is not None and reached.step == conditions.common else None
+
+
 def work(task: dict[str, Any]) -> None:
     """Runs in a job's process; ``task`` is what :func:`start` hands it."""
     torch.set_num_threads(task["threads"])
@@ -327,17 +332,29 @@ def work(task: dict[str, Any]) -> None:
     if corpus.fingerprint != conditions.text:
         raise ValueError(f"the text has changed: it was {conditions.text}, it is {corpus.fingerprint}")
 
+    reached = 0
+
     def observe(metrics: Metrics) -> None:
+        nonlocal reached
+        reached = metrics.step
         if os.getppid() != parent:
             sys.exit("the study that started this run is gone")
         if metrics.validation_loss is not None:
             print(f"step {metrics.step}: validation loss {metrics.validation_loss:.6f}", flush=True)
 
-    told, checkpoints = asdict(job) | asdict(conditions), None
+    def stop() -> bool:
+        return time.time() >= task["until"] or (job.name == COMMON and reached == conditions.common)
+
+    told, checkpoints = {"seed": job.seed} | asdict(conditions), None
     if job.variant is None or job.variant.can_stop:
-        checkpoints = Checkpoints(job.saved(folder), told, SAVE_EVERY, 1, latest(job.saved(folder)))
+        begun = latest(job.saved(folder))
+        if begun is None and conditions.common and job.name != COMMON:
+            begun = common_start(job.seed, conditions, folder)
+            if begun is None:
+                raise ValueError(f"the first {conditions.common} steps of seed {job.seed}, in common, are not there")
+        checkpoints = Checkpoints(job.saved(folder), told, SAVE_EVERY, 1, begun)
     try:
-        result = execute(job, conditions, corpus, device, observe, checkpoints, lambda: time.time() >= task["until"],
+        result = execute(job, conditions, corpus, device, observe, checkpoints, stop,
             device.type == "cuda" and (job.variant is None or job.variant.can_be_captured))  # fmt: skip
     except Interrupted as stopped:
         print(stopped, flush=True)

@@ -25,11 +25,14 @@ def problems_of_runs(results: Results) -> list[str]:
     """Lists what is wrong with single runs: they stopped early, or their linears ran in wrong formats."""
     problems = []
     for job, result in results.items():
+        common, twin = result.conditions.common, results.get(Job(BASELINE, job.seed), result)
+        if common and [m.loss for m in result.run.history[:common]] != [m.loss for m in twin.run.history[:common]]:
+            problems.append(f"seed {job.seed}: {job.name} has other first steps than bf16; run one of them again")
         if result.error is not None:
             problems.append(f"seed {job.seed}: {result.error}")
         elif (variant := job.variant) is not None:
             sizes, config = result.conditions.sizes, result.conditions.config(job)
-            layers, steps = variant.quantized_layers(sizes), config.quantized_steps
+            layers, steps = variant.quantized_layers(sizes), config.quantized_steps - common
             each = sizes.linears // sizes.layers * layers * steps * config.accumulate
             partly = layers < sizes.layers or steps < config.steps
             wrong = check_gemms(job.name, result.run.gemms, variant.recipe.expected_gemms(), each, partly=partly)

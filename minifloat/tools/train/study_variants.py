@@ -122,6 +122,11 @@ class Variant:
         return not {"parameters", "moments8"} & self.options
 
     @property
+    def can_follow_bf16(self) -> bool:
+        """Whether a run can go on from a checkpoint of bf16, which has no histories of delayed scaling."""
+        return self.can_stop and not isinstance(self.recipe, DelayedScaling)
+
+    @property
     def can_be_captured(self) -> bool:
         """Whether a CUDA graph can hold its steps: torchao's optimizer counts them on the host."""
         return "moments8" not in self.options
