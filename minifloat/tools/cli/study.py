@@ -27,6 +27,7 @@ from minifloat.tools.cli import choose_device, device_name, user_errors
 from minifloat.tools.cli.output import claimed, out_folder, output_optional
 from minifloat.tools.train import data, source_text, study_report
 from minifloat.tools.train import study as runs
+from minifloat.tools.train.checkpoint import latest
 from minifloat.tools.train.model import MODELS
 from minifloat.tools.train.report import has_4bit
 from minifloat.tools.train.study import Conditions, Job
@@ -94,7 +95,7 @@ def study(
     clip: Annotated[float, typer.Option(help="the largest gradient norm")] = 1.0,
     evaluations: Annotated[int, typer.Option(help="how often a run's validation loss is taken")] = 10,
     evaluation_batches: Annotated[int, typer.Option(help="how many of the size of a step's, at the end")] = 80,
-    common: Annotated[float, typer.Option(help="share of the steps, the first ones, that runs have in common")] = 0.0,
+    common: Annotated[float, typer.Option(help="share of the steps, the first ones, in one bf16 run a seed")] = 0.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all GPUs, in turn) or cuda:N")] = "auto",
     workers: Annotated[int, typer.Option(help="runs side by side, each a process of its own")] = 1,
     minutes: Annotated[float, typer.Option(help="stop then, with checkpoints; the same command goes on")] = math.inf,
@@ -129,9 +130,10 @@ def study(
             held.enter_context(claimed(plan.out))
             plan.folder.mkdir(exist_ok=True)
             left = [job for job in plan.jobs if job not in runs.finished(plan.jobs, plan.conditions, plan.folder)]
+            starts = common_jobs(plan, left)
             if any("moments8" in job.name for job in left) and importlib.util.find_spec("torchao") is None:
                 raise ValueError("--recipes: moments8 needs torchao; pip install torchao, or leave it out")
-        crashed = run(plan, left)
+        crashed = run(plan, left, starts)
         results = runs.finished(plan.jobs, plan.conditions, plan.folder)
         noise = floor_of(plan, results)
         for line in [] if noise is None else noise.describe(plan.resolution):
@@ -182,11 +184,15 @@ def make_plan(
     conditions = Conditions(
         model, steps, batch_size, rate, corpus.fingerprint, kind, evaluations=evaluations,
         evaluation_batches=evaluation_batches, threads=threads if devices[0].type == "cpu" else None,
-        accumulate=accumulate, warmup=warmup, clip=clip, experts=experts, decay="linear", common=int(common * steps),
+        accumulate=accumulate, warmup=warmup, clip=clip, experts=experts, decay="linear", common=round(common * steps),
     )  # fmt: skip
     jobs = runs.jobs(names, chosen_seeds(seeds))
     for job in jobs:
-        conditions.config(job)  # refuses impossible numbers
+        most = conditions.config(job).quantized_steps - 1  # which refuses impossible numbers
+        if common and not 1 <= conditions.common <= most:
+            raise ValueError(
+                f"--common {common} of {steps} steps is {conditions.common}; {job.name} can have 1 to {most} in common"
+            )
     each = {name: limits[has_4bit(Variant.parse(name).recipe)] for name in compared}
     return Study(tuple(jobs), conditions, tuple(paths), devices, workers, threads, minutes, folder, each, resolution)
 
@@ -245,8 +251,25 @@ def all_devices(device: torch.device) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
 
 
-def run(plan: Study, left: Sequence[Job]) -> list[Job]:
-    """Runs what is left, within the time; returns what ended without a result."""
+def common_jobs(plan: Study, left: Sequence[Job]) -> list[Job]:
+    """The common starts that are to be made; raises ValueError for one that is lost and may not come out the same."""
+    if not plan.conditions.common:
+        return []
+    new = [job for job in left if latest(job.saved(plan.folder)) is None]
+    begun = {job.seed: job for job in plan.jobs if job not in new}
+    jobs = [Job(runs.COMMON, seed) for seed in dict.fromkeys(job.seed for job in new)]
+    jobs = [job for job in jobs if runs.common_start(job.seed, plan.conditions, plan.folder) is None]
+    for job in jobs:
+        if job.seed in begun:
+            raise ValueError(
+                f"{job.saved(plan.folder)} is gone, from which {begun[job.seed]} went on; copy it here, or delete all "
+                "runs of that seed"
+            )
+    return jobs
+
+
+def run(plan: Study, left: Sequence[Job], common: Sequence[Job] = ()) -> list[Job]:
+    """Runs what is left, within the time, behind `common`; returns what ended without a result."""
     for stale in plan.folder.glob("*.tmp"):  # of a process that was killed while it wrote
         stale.unlink()
     for job in set(plan.jobs) - set(left):
@@ -275,10 +298,10 @@ def run(plan: Study, left: Sequence[Job]) -> list[Job]:
             tail = log.read_text(errors="replace").splitlines()[-3:]
             typer.echo(f"{clock}: FAILED: {job} ended with code {code}, see {log}: {' / '.join(tail)}", err=True)
 
-    first = [Job(runs.COMMON, seed) for seed in dict.fromkeys(job.seed for job in left) if plan.conditions.common]
-    first = [job for job in first if runs.common_start(job.seed, plan.conditions, plan.folder) is None]
-    for each in (first, left):
-        runs.run_jobs(each, begin, plan.workers, began + 60 * plan.minutes, ended)
+    deadline = began + 60 * plan.minutes
+    runs.run_jobs(common, begin, plan.workers, deadline, ended)
+    failed = {job.seed for job in crashed}
+    runs.run_jobs([job for job in left if job.seed not in failed], begin, plan.workers, deadline, ended)
     return crashed
 
 
@@ -357,10 +380,12 @@ def facts(plan: Study, corpus: data.Corpus) -> dict[str, str]:
     conditions = plan.conditions
     config, sizes = conditions.config(plan.jobs[0]), conditions.sizes.with_vocabulary(corpus.vocabulary)
     tokens = config.steps * config.sequences * sizes.context
+    common = f"the first {conditions.common} steps, one bf16 run a seed: gaps are what the later steps cost"
     return {
         "command": f"`minifloat {shlex.join(sys.argv[1:])}`",
         "model": f"{conditions.model}, {sizes.parameters:,} parameters, {sizes}",
         "training": f"{config}",
+        **({"in common": common} if conditions.common else {}),
         "tokens": f"{tokens:,} {corpus.unit}s a run, {tokens / len(corpus.train):.2f} times the training text",
         "text": f"{corpus.source} ({conditions.text})",
         "devices": "; ".join(_device(device, plan.threads) for device in plan.devices),

@@ -7,7 +7,8 @@ controls, which show how far apart two runs end that no quantization separates:
   :func:`reverse_batch`. In exact arithmetic it is the same model.
 - ``fp32``: the activations and all products in fp32, without TF32.
 
-Runs of a seed may have their first steps in common: a ``common`` run in bf16, from whose checkpoint they all go on.
+Runs of a seed may have their first steps in common: a ``common`` run in bf16, from whose checkpoint they all go on. It
+stays, for recipes that are added later.
 
 A run's result is one file, written aside and renamed, so a study that was killed goes on with what is not there yet; a
 long run saves checkpoints and goes on from its last one. On a GPU all steps from the second on are replays of a CUDA
@@ -163,9 +164,9 @@ class ReversedLinear(Linear):
 
 
 def reverse_batch(model: nn.Module) -> None:
-    """Lets the model see the rows of its batch in reverse order; so wgrad, and the embedding's, sums over them.
+    """Lets the model see the rows of its batch in reverse order, while its inputs and outputs keep theirs.
 
-    What goes in and what comes out is in the usual order.
+    So wgrad and the embedding's gradient sum over the rows from the last to the first.
     """
     model.register_forward_pre_hook(lambda _, inputs: (inputs[0].flip(0),))
     model.register_forward_hook(lambda _, inputs, logits_BTV: logits_BTV.flip(0))
@@ -317,10 +318,34 @@ def load_text(paths: Sequence[Path], context: int) -> data.Corpus:
     return kept or data.load(paths, least=context + 1)
 
 
+def told(job: Job, conditions: Conditions) -> dict[str, Any]:
+    """Settings of a job's checkpoints, which only a run with the same ones goes on from."""
+    settings = asdict(job) | asdict(conditions)
+    return settings if conditions.common else {name: settings[name] for name in settings if name != "common"}
+
+
 def common_start(seed: int, conditions: Conditions, folder: Path) -> Checkpoint | None:
-    """The state after the steps that runs of a seed have in common; None if they have not all been made."""
-    reached = latest(Job(COMMON, seed).saved(folder))
+    """The state after the steps that runs of a seed have in common; None if they have not all been made.
+
+    Raises ValueError for a state that was trained with other options.
+    """
+    job = Job(COMMON, seed)
+    reached = latest(job.saved(folder))
+    if reached is not None and reached.settings != told(job, conditions):
+        raise ValueError(f"{reached.path} was trained with other options; choose another --out, or the same options")
     return reached if reached is not None and reached.step == conditions.common else None
+
+
+def start_of(job: Job, conditions: Conditions, folder: Path) -> Checkpoint | None:
+    """The state from which a job goes on: its own, or that of its seed's common steps."""
+    begun = latest(job.saved(folder))
+    if begun is not None or not conditions.common or job.name == COMMON:
+        return begun
+    common = common_start(job.seed, conditions, folder)
+    if common is None:
+        raise ValueError(f"the first {conditions.common} steps of seed {job.seed}, in common, are not there")
+    own = {"peak_bytes": 0}  # not the memory of bf16
+    return replace(common, settings=told(job, conditions), values={**common.values, **own})
 
 
 def work(task: dict[str, Any]) -> None:
@@ -345,20 +370,19 @@ def work(task: dict[str, Any]) -> None:
     def stop() -> bool:
         return time.time() >= task["until"] or (job.name == COMMON and reached == conditions.common)
 
-    told, checkpoints = {"seed": job.seed} | asdict(conditions), None
+    checkpoints = None
     if job.variant is None or job.variant.can_stop:
-        begun = latest(job.saved(folder))
-        if begun is None and conditions.common and job.name != COMMON:
-            begun = common_start(job.seed, conditions, folder)
-            if begun is None:
-                raise ValueError(f"the first {conditions.common} steps of seed {job.seed}, in common, are not there")
-        checkpoints = Checkpoints(job.saved(folder), told, SAVE_EVERY, 1, begun)
+        begun = start_of(job, conditions, folder)
+        checkpoints = Checkpoints(job.saved(folder), told(job, conditions), SAVE_EVERY, 1, begun)
     try:
         result = execute(job, conditions, corpus, device, observe, checkpoints, stop,
             device.type == "cuda" and (job.variant is None or job.variant.can_be_captured))  # fmt: skip
     except Interrupted as stopped:
-        print(stopped, flush=True)
+        made = job.name == COMMON and reached == conditions.common
+        print(f"the first {reached} steps of seed {job.seed} are made" if made else stopped, flush=True)
         sys.exit(STOPPED)
+    if job.name == COMMON:
+        sys.exit(result.error)
     write(result, job.file(folder))
     shutil.rmtree(job.saved(folder), ignore_errors=True)
 

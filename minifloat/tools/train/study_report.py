@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ def problems_of_runs(results: Results) -> list[str]:
     for job, result in results.items():
         common, twin = result.conditions.common, results.get(Job(BASELINE, job.seed), result)
         if common and [m.loss for m in result.run.history[:common]] != [m.loss for m in twin.run.history[:common]]:
-            problems.append(f"seed {job.seed}: {job.name} has other first steps than bf16; run one of them again")
+            problems.append(f"seed {job.seed}: {job.name} has other first steps than bf16; delete all runs of the seed")
         if result.error is not None:
             problems.append(f"seed {job.seed}: {result.error}")
         elif (variant := job.variant) is not None:
@@ -297,5 +297,6 @@ def as_json(
 def _cost(results: Sequence[Result], alone: bool) -> list[str]:
     """Tokens/s, if nothing shared the device, and peak memory."""
     peaks = [result.run.peak_bytes for result in results if result.run.peak_bytes is not None]
-    speed = statistics.median(result.run.tokens_per_second for result in results)
+    own = [replace(each.run, history=each.run.history[each.conditions.common :]) for each in results]
+    speed = statistics.median(run.tokens_per_second for run in own)
     return [f"{speed:,.0f}"] * alone + [f"{max(peaks) / 2**20:,.0f} MiB" if peaks else "unknown"]
