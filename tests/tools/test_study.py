@@ -23,7 +23,7 @@ from minifloat.functional import Gemm
 from minifloat.recipe import NAMES, named
 from minifloat.tools.cli import study as command
 from minifloat.tools.cli.output import claimed
-from minifloat.tools.train import data, study
+from minifloat.tools.train import data, study, study_report
 from minifloat.tools.train.loop import Metrics, Run
 from minifloat.tools.train.model import ModelConfig
 from minifloat.tools.train.study import Conditions, Job, Result
@@ -177,6 +177,16 @@ def expected(job: Job) -> Counter[Gemm]:
         return Counter({Gemm("fprop", "identity", "identity", "torch"): count})
     pairs = named(job.name).expected_gemms()
     return Counter({Gemm(gemm, a, b, "reference"): count for gemm, (a, b) in pairs.items()})
+
+
+def test_gaps_of_the_training_loss_are_those_of_the_last_tenth() -> None:
+    losses = {"bf16": [4.0] * 18 + [2.0, 3.0], "current": [9.0] * 18 + [2.5, 2.6]}
+    results = {}
+    for name, each in losses.items():
+        result = made(Job(name, 5), 1.0, given=conditions(20))
+        history = tuple(Metrics(i + 1, loss, 1.0, 1e-3, 0.1, 100.0) for i, loss in enumerate(each))
+        results[result.job] = replace(result, run=replace(result.run, history=history))
+    assert study_report.training_gaps(results) == {"current": [pytest.approx(2.55 / 2.5 - 1)]}
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -359,7 +369,10 @@ def test_a_study_that_is_not_finished_has_a_report_of_what_is(text: Path, tmp_pa
     written = report.read_text()
     assert "**passed** so far: 1 runs are left" in written and "| fp32 |" in written and "| current |" not in written
     assert "noise floor: after 4 steps" in written and "tokens/s |" not in written
-    assert json.loads(report.with_suffix(".json").read_text())["left"] == ["current with seed 0"]
+    values = json.loads(report.with_suffix(".json").read_text())
+    assert values["left"] == ["current with seed 0"] and set(values["training_gaps"]) == {"bf16-reordered", "fp32"}
+    for name, gaps in values["training_gaps"].items():
+        assert f"| {name} | {math.fsum(gaps) / 2:+.3%} |" in written and f"{gaps[0]:+.3%}, {gaps[1]:+.3%} |" in written
 
 
 def test_a_run_whose_study_is_gone_stops(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

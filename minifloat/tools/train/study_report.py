@@ -79,6 +79,20 @@ def gaps_by_step(results: Results) -> dict[str, dict[int, list[float]]]:
     return gaps
 
 
+def training_gaps(results: Results) -> dict[str, list[float]]:
+    """Relative gaps to bf16 of the mean training loss of the last tenth of the steps, one a seed, by run name.
+
+    Their noise is less than that of the final evaluation: they are means over many models, on the same batches.
+    """
+    late = {job: statistics.fmean(_training(each)[-max(1, each.conditions.steps // 10) :])
+            for job, each in results.items()}  # fmt: skip
+    gaps: dict[str, list[float]] = {}
+    for job in late:
+        if job.name != BASELINE:
+            gaps.setdefault(job.name, []).append(late[job] / late[Job(BASELINE, job.seed)] - 1)
+    return gaps
+
+
 # ---- Plots ----
 
 
@@ -222,6 +236,12 @@ def render(
     rows = [outcome_row(outcome) for outcome in found]
     rows += [(name, *[""] * (len(header) - 2), steps) for name, steps in broken_rows(results)]
     lines += table(header, rows)
+    late = {name: (gaps, interval(gaps)) for name, gaps in training_gaps(whole(results)).items()} if found else {}
+    lines += ["", "The same of the mean training loss of the last tenth of the steps:", ""]
+    lines += table(("run", "signed mean", "interval", "each seed"), [
+        (name, f"{mean.mean:+.3%}", f"{mean.lower:+.3%} to {mean.upper:+.3%}", ", ".join(f"{x:+.3%}" for x in gaps))
+        for name, (gaps, mean) in late.items()
+    ])  # fmt: skip
     lines += ["", f"![gaps against the noise floor]({images[2]})"]
     lines += ["", f"![gaps over the steps]({images[1]})", "", f"## Losses (nats per {unit})", ""]
     lines += [f"![losses]({images[0]})", "", "Final validation losses:", ""]
@@ -284,6 +304,7 @@ def as_json(
             asdict(outcome) | {"absolute": asdict(outcome.absolute), "signed": asdict(outcome.signed)}
             | {"verdict": outcome.verdict} for outcome in found
         ],
+        "training_gaps": training_gaps(whole(results)) if found else {},
         "broken": dict(broken_rows(results)),
         "gemms": [list(row) for row in gemm_rows(results)],
         "runs": [
