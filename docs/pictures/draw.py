@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -266,58 +268,87 @@ def holds(columns: tuple[Column, ...]) -> str:
     return svg(90 + step * len(columns) - 40, 246, parts)
 
 
-STUDY = HERE.parents[1] / "benchmarks/results/2026-11-28-h100-study.txt"
+RESULTS = HERE.parents[1] / "benchmarks/results"
 CURVES = {"bf16-reordered": "#888", "current": "#2a6fb0", "nvfp4": "#c0504d", "nvfp4+finish20": "#3a8a3a"}
+CURVES |= {"block": "#c77d1e", "mxfp8": "#7a5ba8"}
+WINDOW = 50  # steps that a point is the mean of
+Place = Callable[[float, float], tuple[float, float]]
 
 
 def study() -> str:
-    """Gaps of recipes to bf16: over the steps of 124M parameters, and at the end of each run of 30M."""
-    ended: dict[str, list[float]] = {}  # of 30M, by seed
+    """Gaps of recipes to bf16 over the steps: of 124M parameters, and of 30M after 400 steps in common."""
+    return svg(890, 330, [*validation_gaps(60), *training_gaps(550)])
+
+
+def panel(
+    left: int, title: str, steps: tuple[int, ...], gaps: tuple[float, ...], low: float
+) -> tuple[list[str], Place]:
+    """A frame whose lines are at ``gaps`` (percent), and the place of a step and a gap in it."""
+    wide, top, high = 240, 50, 250
+    most = gaps[-1] + 0.3 * (gaps[-1] - gaps[-2])
+
+    def place(step: float, gap: float) -> tuple[float, float]:
+        x = left + wide * (step - steps[0]) / (steps[-1] - steps[0])
+        return x, top + high * (most - gap) / (most - low)
+
+    parts = [text(left + wide / 2, 24, title, fill="#555")]
+    for gap in gaps:
+        y = place(0, gap)[1]
+        parts += [line(left, y, wide, 0), text(left - 8, y + 5, f"{gap:+g} %" if gap else "0", "end", 12)]
+    parts += [text(place(step, 0)[0], top + high + 20, f"step {step}", size=12) for step in steps]
+    return parts, place
+
+
+def curve(points: Iterable[tuple[float, float]], style: str) -> str:
+    return f"<polyline points='{' '.join(f'{x:.1f},{y:.1f}' for x, y in points)}' fill='none' {style}/>"
+
+
+def validation_gaps(left: int) -> list[str]:
+    """Gaps of 124M parameters; the second seed is dashed."""
+    parts, place = panel(left, "124M parameters, validation loss", (760, 1140, 1526), (0.0, 0.5, 1.0), -0.35)
     tables: list[list[list[str]]] = []  # validation losses by step: seeds 0 and 1 of 124M, then experts
-    for words in [line.split() for line in STUDY.read_text().splitlines()]:
-        if words[:1] == ["30m"] and words[5:6] == ["%"]:
-            ended.setdefault(words[1], []).append(float(words[4]))
-        elif words[:2] == ["step", "bf16"]:
+    for words in [line.split() for line in (RESULTS / "2026-11-28-h100-study.txt").read_text().splitlines()]:
+        if words[:2] == ["step", "bf16"]:
             tables.append([words])
         elif tables and len(words) == len(tables[-1][0]):
             tables[-1].append(words)
-    left, wide, top, high = 60, 300, 50, 250
-
-    def across(step: float) -> float:
-        return left + wide * (step - 720) / 806
-
-    def down(gap: float) -> float:
-        return top + high * (1.3 - gap) / 1.7
-
-    parts = [text(left + wide / 2, 24, "124M parameters, 100M tokens, two seeds", fill="#555")]
-    for gap in (0.0, 0.5, 1.0):
-        parts += [line(left, down(gap), wide, 0), text(left - 8, down(gap) + 5, f"{gap:+.1f} %", "end", 12)]
-    parts += [text(across(step), top + high + 20, f"step {step}", size=12) for step in (760, 1000, 1221, 1526)]
-    parts.append(f"<path d='M{across(1221):.0f},{top}v{high}' stroke='#3a8a3a' stroke-dasharray='4 3'/>")
-    parts.append(text(across(1221) - 5, top + 12, "bf16 from here", "end", 12, "#3a8a3a"))
+    x, y = place(1221, 1.3)
+    parts.append(f"<path d='M{x:.0f},50v250' stroke='{CURVES['nvfp4+finish20']}' stroke-dasharray='4 3'/>")
+    parts.append(text(x - 5, 62, "bf16 from here", "end", 12, CURVES["nvfp4+finish20"]))
     for names, *rows in tables[:2]:
-        first = names is tables[0][0]
         late = [row for row in rows if int(row[0]) > 700 and row[0] != "1520"]  # the last row has a larger sample
-        for name in names[2:]:
-            if name not in CURVES:
-                continue
+        for name in [name for name in names[2:] if name in CURVES]:
             gaps = [100 * (float(row[names.index(name)]) / float(row[1]) - 1) for row in late]
-            points = " ".join(f"{across(int(row[0])):.1f},{down(gap):.1f}" for row, gap in zip(late, gaps, strict=True))
-            style = f"stroke='{CURVES[name]}' " + ("stroke-width='2'" if first else "stroke-dasharray='5 3'")
-            parts.append(f"<polyline points='{points}' fill='none' {style}/>")
+            points = [place(int(row[0]), gap) for row, gap in zip(late, gaps, strict=True)]
+            first = names is tables[0][0]
+            style = "stroke-width='2'" if first else "stroke-dasharray='5 3'"
+            parts.append(curve(points, f"stroke='{CURVES[name]}' {style}"))
             if first:
-                label = down(gaps[-1]) + (14 if name == "bf16-reordered" else 2)
-                parts.append(text(left + wide + 6, label, name, "start", 12, CURVES[name]))
-    parts.append(text(690, 24, "30M parameters, 66M tokens, a dot a seed", fill="#555"))
-    for place in range(-1, 4):
-        x = 640 + 60 * place
-        parts += [line(x, top - 8, 0, high + 12), text(x, top + high + 20, f"{place:+} %", size=12)]
-    for index, (name, gaps) in enumerate(ended.items()):
-        y = top + index * high / (len(ended) - 1)
-        color = "#888" if name == "bf16-reordered" else "#c0504d" if "fp4" in name or name == "w4a8" else "#2a6fb0"
-        parts.append(text(570, y + 4, name, "end", 12))
-        parts += [f"<circle cx='{640 + 60 * gap:.1f}' cy='{y:.1f}' r='4' fill='{color}'/>" for gap in gaps]
-    return svg(860, 330, parts)
+                x, y = points[-1]
+                lower = 14 if name == "bf16-reordered" else 2
+                parts.append(text(x + 6, y + lower, name, "start", 12, CURVES[name]))
+    return parts
+
+
+def training_gaps(left: int) -> list[str]:
+    """Gaps of 30M parameters, means over four seeds."""
+    parts, place = panel(
+        left, "30M, training loss, from one bf16 start a seed", (400, 700, 1000), (0.0, 0.05, 0.1, 0.15), -0.025
+    )
+    losses: dict[str, list[list[float]]] = {}
+    for run in json.loads((RESULTS / "2026-11-28-h200-study-30m-common.json").read_text())["runs"]:
+        losses.setdefault(run["name"], []).append(run["training"])
+
+    def gap(name: str, start: int) -> float:
+        sums = [[sum(run[start : start + WINDOW]) for run in losses[each]] for each in (name, "bf16")]
+        return 100 * (fmean(ours / twin for ours, twin in zip(*sums, strict=True)) - 1)
+
+    for index, name in enumerate(each for each in losses if each != "bf16"):
+        points = [place(start + WINDOW / 2, gap(name, start)) for start in range(400, 1000, WINDOW)]
+        parts.append(curve(points, f"stroke='{CURVES[name]}' stroke-width='2'"))
+        y = place(0, 0)[1] + 5 if name == "bf16-reordered" else 70 + 18 * index
+        parts.append(text(left + 246, y, name, "start", 12, CURVES[name]))
+    return parts
 
 
 PICTURES: dict[str, Callable[[], str]] = {
