@@ -187,6 +187,9 @@ def test_gaps_of_the_training_loss_are_those_of_the_last_tenth() -> None:
         history = tuple(Metrics(i + 1, loss, 1.0, 1e-3, 0.1, 100.0) for i, loss in enumerate(each))
         results[result.job] = replace(result, run=replace(result.run, history=history))
     assert study_report.training_gaps(results) == {"current": [pytest.approx(2.55 / 2.5 - 1)]}
+    for given in (conditions(5), replace(conditions(20), common=19)):  # the last step alone
+        alone = {job: replace(result, conditions=given) for job, result in results.items()}
+        assert study_report.training_gaps(alone) == {"current": [pytest.approx(2.6 / 3.0 - 1)]}
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -368,7 +371,7 @@ def test_a_study_that_is_not_finished_has_a_report_of_what_is(text: Path, tmp_pa
     (report,) = out.glob("*-study-micro.md")
     written = report.read_text()
     assert "**passed** so far: 1 runs are left" in written and "| fp32 |" in written and "| current |" not in written
-    assert "noise floor: after 4 steps" in written and "tokens/s |" not in written
+    assert "noise floor: after 4 steps" in written and "tokens/s |" not in written and "of the 3^2 ways" in written
     values = json.loads(report.with_suffix(".json").read_text())
     assert values["left"] == ["current with seed 0"] and set(values["training_gaps"]) == {"bf16-reordered", "fp32"}
     for name, gaps in values["training_gaps"].items():

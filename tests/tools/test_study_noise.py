@@ -319,7 +319,9 @@ def test_runs_of_a_seed_have_their_first_steps_in_common(tmp_path: Path, monkeyp
         code, output = invoke(*options, "--recipes", recipe, "--common", common)
         assert code == 2 and f"can have 1 to {most} in common" in output, output
     code, output = invoke(*options, "--recipes", "current", "--common", 0.6)
-    assert code == 0 and "3: 0.000%" in output, output
+    assert code == 0 and "noise floor by step: 4: " in output and ", 5: " in output, output
+    (report,) = out.glob("*-study-micro.md")
+    assert "- in common: the first 3 steps" in report.read_text()
     results = {job: study.read(job.file(out / "runs")) for job in study.jobs(["current"], (0, 1))}
     for seed in (0, 1):
         losses = [[m.loss for m in result.run.history] for job, result in results.items() if job.seed == seed]
@@ -344,10 +346,15 @@ def test_runs_of_a_seed_have_their_first_steps_in_common(tmp_path: Path, monkeyp
     for file in (out / "runs").glob("*.json"):
         file.rename(tmp_path / file.name)
     code, output = invoke(*more, "--learning-rate", 1e-3)
-    assert code == 2 and "common-0-checkpoints/step-00000003 was trained with other options" in output, output
+    assert code == 2 and "common-0-checkpoints/step-00000003 is of another study: learning_rate was" in output, output
     for file in tmp_path.glob("*.json"):
         file.rename(out / "runs" / file.name)
     away.rename(kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "time", SimpleNamespace(time=lambda: math.inf, monotonic=time.monotonic, sleep=time.sleep))
+        code, output = invoke(*more)  # each run stops behind its first step
+    assert code == 3 and "FAILED" not in output and "8 of 10 runs are finished" in output, output
+    kept.rename(away)  # what has begun does not need it
     code, output = invoke(*more)
     assert code == 0 and "8 of 10 runs are finished" in output, output
 
@@ -384,16 +391,23 @@ def test_a_common_start_is_made_in_pieces_and_its_failure_is_told(
     begun = study.start_of(Job("block", 0), conditions, tmp_path)
     assert begun is not None and begun.step == 2 and begun.values["peak_bytes"] == 0
 
-    monkeypatch.setattr(study, "execute", lambda job, conditions, *_: study.Result(job, conditions, result.run, "NaN"))
-    with pytest.raises(SystemExit, match="NaN"):
+    execute = study.execute
+    monkeypatch.setattr(study, "execute", lambda job, conditions, *rest: execute(job, conditions, *rest)
+        if job.seed != 1 else study.Result(job, conditions, result.run, "NaN"))  # fmt: skip
+    with pytest.raises(SystemExit, match="NaN; leave seed 1 out of --seeds"):
         work(Job("common", 1))
     assert not Job("common", 1).file(tmp_path).exists()
     monkeypatch.setattr(study, "subprocess", IN_THIS_PROCESS)
-    code, output = invoke("study", text, "--model", "micro", "--steps", 5, "--batch-size", 2, "--accumulate", 1,
-        "--seeds", 2, "--device", "cpu", "--out", tmp_path / "out", "--evaluations", 5, "--common", 0.4,
-        "--recipes", "current")  # fmt: skip
-    assert code == 1 and output.count("FAILED") == 2 and "common with seed 1 ended with code 1" in output, output
-    assert "8 of 8 runs are left" in output, output
+    options = ("study", text, "--model", "micro", "--steps", 5, "--batch-size", 2, "--accumulate", 1, "--seeds", 2,
+        "--device", "cpu", "--out", tmp_path / "out", "--evaluations", 5, "--common", 0.4, "--recipes", "current",
+        "--evaluation-batches", 1)  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "time", SimpleNamespace(time=lambda: math.inf, monotonic=time.monotonic, sleep=time.sleep))
+        code, output = invoke(*options, "--seeds", "0,2")
+    assert code == 3 and "FAILED" not in output and "8 of 8 runs are left" in output, output
+    code, output = invoke(*options)
+    assert code == 1 and output.count("FAILED") == 1 and "common with seed 1 ended with code 1" in output, output
+    assert "the first 2 steps of seed 0 are made" in output and "4 of 8 runs are left" in output, output
 
 
 def test_controls_alone_give_the_floor(tmp_path: Path) -> None:

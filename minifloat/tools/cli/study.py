@@ -95,7 +95,9 @@ def study(
     clip: Annotated[float, typer.Option(help="the largest gradient norm")] = 1.0,
     evaluations: Annotated[int, typer.Option(help="how often a run's validation loss is taken")] = 10,
     evaluation_batches: Annotated[int, typer.Option(help="how many of the size of a step's, at the end")] = 80,
-    common: Annotated[float, typer.Option(help="share of the steps, the first ones, in one bf16 run a seed")] = 0.0,
+    common: Annotated[
+        float, typer.Option(help="share of the steps, from the first, that a seed trains once, in bf16")
+    ] = 0.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all GPUs, in turn) or cuda:N")] = "auto",
     workers: Annotated[int, typer.Option(help="runs side by side, each a process of its own")] = 1,
     minutes: Annotated[float, typer.Option(help="stop then, with checkpoints; the same command goes on")] = math.inf,
@@ -252,7 +254,7 @@ def all_devices(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def common_jobs(plan: Study, left: Sequence[Job]) -> list[Job]:
-    """The common starts that are to be made; raises ValueError for one that is lost and may not come out the same."""
+    """The common starts that are to be made; raises ValueError for one that is lost, but from which runs have begun."""
     if not plan.conditions.common:
         return []
     new = [job for job in left if latest(job.saved(plan.folder)) is None]
@@ -300,8 +302,8 @@ def run(plan: Study, left: Sequence[Job], common: Sequence[Job] = ()) -> list[Jo
 
     deadline = began + 60 * plan.minutes
     runs.run_jobs(common, begin, plan.workers, deadline, ended)
-    failed = {job.seed for job in crashed}
-    runs.run_jobs([job for job in left if job.seed not in failed], begin, plan.workers, deadline, ended)
+    missing = {job.seed for job in common if runs.common_start(job.seed, plan.conditions, plan.folder) is None}
+    runs.run_jobs([job for job in left if job.seed not in missing], begin, plan.workers, deadline, ended)
     return crashed
 
 
@@ -315,7 +317,8 @@ def floor_of(plan: Study, results: study_report.Results) -> Noise | None:
     by_step: dict[int, list[float]] = {}
     for each in study_report.gaps_by_step(pairs).values():
         for step, gaps in each.items():
-            by_step.setdefault(step, []).extend(gaps)
+            if step > plan.conditions.common:
+                by_step.setdefault(step, []).extend(gaps)
     return noise_of(by_step, len({job.seed for job in pairs if job.name != runs.BASELINE})) if by_step else None
 
 

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -255,13 +255,19 @@ def finished(wanted: Sequence[Job], conditions: Conditions, folder: Path) -> dic
     """The results that a folder has already. Raises ValueError for one of other conditions."""
     results = {job: read(job.file(folder)) for job in wanted if job.file(folder).exists()}
     for job, result in results.items():
-        theirs, ours = asdict(result.conditions), asdict(conditions)
-        if differing := [f"{name} was {theirs[name]}, is {ours[name]}" for name in ours if theirs[name] != ours[name]]:
-            raise ValueError(
-                f"{job.file(folder)} is of another study: {'; '.join(differing)}; choose another --out, or the same "
-                "options"
-            )
+        check_same(job.file(folder), asdict(result.conditions), conditions)
     return results
+
+
+def check_same(path: Path, theirs: Mapping[str, Any], conditions: Conditions) -> None:
+    """Raises ValueError, naming what differs, if ``path`` was made under other conditions."""
+    ours = asdict(conditions)
+    if differing := [
+        f"{name} was {theirs.get(name)}, is {ours[name]}" for name in ours if theirs.get(name) != ours[name]
+    ]:
+        raise ValueError(
+            f"{path} is of another study: {'; '.join(differing)}; choose another --out, or the same options"
+        )
 
 
 # ---- Many runs, each in a process of its own ----
@@ -327,12 +333,11 @@ def told(job: Job, conditions: Conditions) -> dict[str, Any]:
 def common_start(seed: int, conditions: Conditions, folder: Path) -> Checkpoint | None:
     """The state after the steps that runs of a seed have in common; None if they have not all been made.
 
-    Raises ValueError for a state that was trained with other options.
+    Raises ValueError for a state that was trained under other conditions.
     """
-    job = Job(COMMON, seed)
-    reached = latest(job.saved(folder))
-    if reached is not None and reached.settings != told(job, conditions):
-        raise ValueError(f"{reached.path} was trained with other options; choose another --out, or the same options")
+    reached = latest(Job(COMMON, seed).saved(folder))
+    if reached is not None:
+        check_same(reached.path, reached.settings, conditions)
     return reached if reached is not None and reached.step == conditions.common else None
 
 
@@ -368,7 +373,7 @@ def work(task: dict[str, Any]) -> None:
             print(f"step {metrics.step}: validation loss {metrics.validation_loss:.6f}", flush=True)
 
     def stop() -> bool:
-        return time.time() >= task["until"] or (job.name == COMMON and reached == conditions.common)
+        return time.time() >= task["until"] or (job.name == COMMON and reached >= conditions.common)
 
     checkpoints = None
     if job.variant is None or job.variant.can_stop:
@@ -382,7 +387,7 @@ def work(task: dict[str, Any]) -> None:
         print(f"the first {reached} steps of seed {job.seed} are made" if made else stopped, flush=True)
         sys.exit(STOPPED)
     if job.name == COMMON:
-        sys.exit(result.error)
+        sys.exit(f"{result.error}; leave seed {job.seed} out of --seeds, or lower --learning-rate")
     write(result, job.file(folder))
     shutil.rmtree(job.saved(folder), ignore_errors=True)
 

@@ -82,10 +82,13 @@ def gaps_by_step(results: Results) -> dict[str, dict[int, list[float]]]:
 def training_gaps(results: Results) -> dict[str, list[float]]:
     """Relative gaps to bf16 of the mean training loss of the last tenth of the steps, one a seed, by run name.
 
-    Their noise is less than that of the final evaluation: they are means over many models, on the same batches.
+    Steps in common do not count. The control's scatter less than those of the final evaluation, for they are means over
+    many steps, on batches that all runs of a seed see.
     """
-    late = {job: statistics.fmean(_training(each)[-max(1, each.conditions.steps // 10) :])
-            for job, each in results.items()}  # fmt: skip
+    late = {}
+    for job, result in results.items():
+        steps, common = result.conditions.steps, result.conditions.common
+        late[job] = statistics.fmean(_training(result)[-max(1, min(steps // 10, steps - common)) :])
     gaps: dict[str, list[float]] = {}
     for job in late:
         if job.name != BASELINE:
@@ -230,18 +233,17 @@ def render(
     lines += [f"- {problem}" for problem in problems] + [""] * bool(problems)
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "## Final validation loss, relative to bf16 of the same seed", "", _METHOD.format(
-        n=len(seeds), t=student_t(len(seeds) - 1), level=f"{CONFIDENCE:.0%}", ways=1 + len(CONTROLS)
+        n=len(seeds), t=student_t(len(seeds) - 1), level=f"{CONFIDENCE:.0%}",
+        ways=1 + sum(outcome.limit is None for outcome in found),
     ), ""]  # fmt: skip
     header = ("run", "mean of abs. gap", "interval", "signed mean", "interval", "each seed", "limit", "p", "verdict")
     rows = [outcome_row(outcome) for outcome in found]
     rows += [(name, *[""] * (len(header) - 2), steps) for name, steps in broken_rows(results)]
     lines += table(header, rows)
-    late = {name: (gaps, interval(gaps)) for name, gaps in training_gaps(whole(results)).items()} if found else {}
-    lines += ["", "The same of the mean training loss of the last tenth of the steps:", ""]
-    lines += table(("run", "signed mean", "interval", "each seed"), [
-        (name, f"{mean.mean:+.3%}", f"{mean.lower:+.3%} to {mean.upper:+.3%}", ", ".join(f"{x:+.3%}" for x in gaps))
-        for name, (gaps, mean) in late.items()
-    ])  # fmt: skip
+    if found:
+        lines += ["", "The same of the mean training loss of the last tenth of the steps:", ""]
+        rows = [(name, *signed_cells(gaps)) for name, gaps in training_gaps(whole(results)).items()]
+        lines += table(("run", *header[3:6]), rows)
     lines += ["", f"![gaps against the noise floor]({images[2]})"]
     lines += ["", f"![gaps over the steps]({images[1]})", "", f"## Losses (nats per {unit})", ""]
     lines += [f"![losses]({images[0]})", "", "Final validation losses:", ""]
@@ -274,18 +276,22 @@ corrects for testing several recipes."""
 
 def outcome_row(outcome: Outcome) -> tuple[str, ...]:
     """A line of the table of gaps, in percent."""
-    absolute, signed = outcome.absolute, outcome.signed
+    absolute = outcome.absolute
     return (
         outcome.name,
         f"{absolute.mean:.3%}",
         f"{absolute.lower:.3%} to {absolute.upper:.3%}",
-        f"{signed.mean:+.3%}",
-        f"{signed.lower:+.3%} to {signed.upper:+.3%}",
-        ", ".join(f"{gap:+.3%}" for gap in outcome.gaps),
+        *signed_cells(outcome.gaps),
         "" if outcome.limit is None else f"{outcome.limit:.2%}",
         "" if outcome.p_value is None else f"{outcome.p_value:.3f}",
         outcome.verdict,
     )
+
+
+def signed_cells(gaps: Sequence[float]) -> tuple[str, str, str]:
+    """Their mean, its interval and each gap, in percent."""
+    mean = interval(gaps)
+    return f"{mean.mean:+.3%}", f"{mean.lower:+.3%} to {mean.upper:+.3%}", ", ".join(f"{gap:+.3%}" for gap in gaps)
 
 
 def as_json(
