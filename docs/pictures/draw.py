@@ -269,8 +269,10 @@ def holds(columns: tuple[Column, ...]) -> str:
 
 
 RESULTS = HERE.parents[1] / "benchmarks/results"
-CURVES = {"bf16-reordered": "#888", "current": "#2a6fb0", "nvfp4": "#c0504d", "nvfp4+finish20": "#3a8a3a"}
-CURVES |= {"block": "#c77d1e", "mxfp8": "#7a5ba8"}
+CURVES = {
+    "bf16-reordered": "#888", "current": "#2a6fb0", "block": "#c77d1e", "mxfp8": "#7a5ba8", "nvfp4": "#c0504d",
+    "nvfp4+finish20": "#3a8a3a",
+}  # fmt: skip
 WINDOW = 50  # steps that a point is the mean of
 Place = Callable[[float, float], tuple[float, float]]
 
@@ -332,22 +334,26 @@ def validation_gaps(left: int) -> list[str]:
 
 def training_gaps(left: int) -> list[str]:
     """Gaps of 30M parameters, means over four seeds."""
-    parts, place = panel(
-        left, "30M, training loss, from one bf16 start a seed", (400, 700, 1000), (0.0, 0.05, 0.1, 0.15), -0.025
-    )
+    report = json.loads((RESULTS / "2026-11-28-h200-study-30m-common.json").read_text())
+    first, end = report["conditions"]["common"], report["conditions"]["steps"]
     losses: dict[str, list[list[float]]] = {}
-    for run in json.loads((RESULTS / "2026-11-28-h200-study-30m-common.json").read_text())["runs"]:
+    for run in report["runs"]:
         losses.setdefault(run["name"], []).append(run["training"])
+    twins = losses.pop("bf16")
 
-    def gap(name: str, start: int) -> float:
-        sums = [[sum(run[start : start + WINDOW]) for run in losses[each]] for each in (name, "bf16")]
-        return 100 * (fmean(ours / twin for ours, twin in zip(*sums, strict=True)) - 1)
+    def gaps(runs: list[list[float]]) -> list[float]:
+        parts = [slice(start, start + WINDOW) for start in range(first, end, WINDOW)]
+        pairs = list(zip(runs, twins, strict=True))
+        return [100 * (fmean(sum(ours[part]) / sum(twin[part]) for ours, twin in pairs) - 1) for part in parts]
 
-    for index, name in enumerate(each for each in losses if each != "bf16"):
-        points = [place(start + WINDOW / 2, gap(name, start)) for start in range(400, 1000, WINDOW)]
+    title = "30M, training loss, from one bf16 start a seed"
+    parts, place = panel(left, title, (first, (first + end) // 2, end), (0.0, 0.05, 0.1, 0.15), -0.025)
+    above = 0.0
+    for name, each in sorted(((name, gaps(runs)) for name, runs in losses.items()), key=lambda pair: -pair[1][-1]):
+        points = [place(first + (index + 0.5) * WINDOW, gap) for index, gap in enumerate(each)]
         parts.append(curve(points, f"stroke='{CURVES[name]}' stroke-width='2'"))
-        y = place(0, 0)[1] + 5 if name == "bf16-reordered" else 70 + 18 * index
-        parts.append(text(left + 246, y, name, "start", 12, CURVES[name]))
+        above = max(above + 16, points[-1][1] + 5)
+        parts.append(text(left + 246, above, name, "start", 12, CURVES[name]))
     return parts
 
 
