@@ -289,7 +289,7 @@ def outcome_row(outcome: Outcome) -> tuple[str, ...]:
 
 
 def signed_cells(gaps: Sequence[float]) -> tuple[str, str, str]:
-    """Their mean, its interval and each gap, in percent."""
+    """The mean of the gaps, its interval, and each of them, in percent."""
     mean = interval(gaps)
     return f"{mean.mean:+.3%}", f"{mean.lower:+.3%} to {mean.upper:+.3%}", ", ".join(f"{gap:+.3%}" for gap in gaps)
 
