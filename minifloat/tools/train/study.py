@@ -262,12 +262,9 @@ def finished(wanted: Sequence[Job], conditions: Conditions, folder: Path) -> dic
 def check_same(path: Path, theirs: Mapping[str, Any], conditions: Conditions) -> None:
     """Raises ValueError, naming what differs, if ``path`` was made under other conditions."""
     ours = asdict(conditions)
-    if differing := [
-        f"{name} was {theirs.get(name)}, is {ours[name]}" for name in ours if theirs.get(name) != ours[name]
-    ]:
-        raise ValueError(
-            f"{path} is of another study: {'; '.join(differing)}; choose another --out, or the same options"
-        )
+    if differing := [name for name in ours if theirs.get(name) != ours[name]]:
+        changes = "; ".join(f"{name} was {theirs.get(name)}, is {ours[name]}" for name in differing)
+        raise ValueError(f"{path} is of another study: {changes}; choose another --out, or the same options")
 
 
 # ---- Many runs, each in a process of its own ----
