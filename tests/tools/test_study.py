@@ -192,6 +192,14 @@ def test_gaps_of_the_training_loss_are_those_of_the_last_tenth() -> None:
         assert study_report.training_gaps(alone) == {"current": [pytest.approx(2.6 / 3.0 - 1)]}
 
 
+def test_the_cost_of_a_run_is_that_of_its_own_steps() -> None:
+    """Tokens/s of steps in common are bf16's."""
+    result = made(Job("current", 5), 1.0, given=replace(conditions(), common=3))
+    *common, last = result.run.history
+    run = replace(result.run, history=(*common, replace(last, tokens_per_second=70.0)))
+    assert study_report._cost([replace(result, run=run)], alone=True) == ["70", "1 MiB"]
+
+
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     job = Job("mxfp8", 7)
     for result in (made(job, 2.0), replace(made(job, 2.0), error="step 3 has loss nan")):

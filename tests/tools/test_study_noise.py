@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from minifloat.tools.train import source_text, study, study_report
+from minifloat.tools.train.checkpoint import Checkpoint
 from minifloat.tools.train.data import Corpus
 from minifloat.tools.train.model import ModelConfig
 from minifloat.tools.train.study import Conditions, Job
@@ -275,7 +276,9 @@ def test_runs_that_were_stopped_in_the_middle_go_on(tmp_path: Path, monkeypatch:
         with pytest.raises(SystemExit) as ended:
             study.work(task)
         assert ended.value.code == study.STOPPED and not job.file(tmp_path).exists()
-        assert [path.name for path in job.saved(tmp_path).iterdir()] == [f"step-{step:08}"]
+        (saved,) = job.saved(tmp_path).iterdir()
+        assert saved.name == f"step-{step:08}"
+        assert "common" not in Checkpoint.read(saved).settings  # which older checkpoints do not name
     study.work(task)
     assert not job.saved(tmp_path).exists()
     whole = study.execute(job, conditions, corpus, CPU)
@@ -302,6 +305,7 @@ class InThisProcess:
 
 
 IN_THIS_PROCESS = SimpleNamespace(Popen=InThisProcess, DEVNULL=None, STDOUT=None)  # for the study's module alone
+TIME_IS_OVER = SimpleNamespace(time=lambda: math.inf, monotonic=time.monotonic, sleep=time.sleep)  # after any step
 
 
 def test_runs_of_a_seed_have_their_first_steps_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,10 +355,16 @@ def test_runs_of_a_seed_have_their_first_steps_in_common(tmp_path: Path, monkeyp
         file.rename(out / "runs" / file.name)
     away.rename(kept)
     with monkeypatch.context() as patch:
-        patch.setattr(study, "time", SimpleNamespace(time=lambda: math.inf, monotonic=time.monotonic, sleep=time.sleep))
+        patch.setattr(study, "time", TIME_IS_OVER)
         code, output = invoke(*more)  # each run stops behind its first step
     assert code == 3 and "FAILED" not in output and "8 of 10 runs are finished" in output, output
     kept.rename(away)  # what has begun does not need it
+    for file in (out / "runs").glob("*-1.json"):
+        file.rename(tmp_path / file.name)
+    code, output = invoke(*more)  # those of the seed that have not
+    assert code == 2 and "common-1-checkpoints is gone, from which mxfp8 with seed 1 went on" in output, output
+    for file in tmp_path.glob("*.json"):
+        file.rename(out / "runs" / file.name)
     code, output = invoke(*more)
     assert code == 0 and "8 of 10 runs are finished" in output, output
 
@@ -402,7 +412,7 @@ def test_a_common_start_is_made_in_pieces_and_its_failure_is_told(
         "--device", "cpu", "--out", tmp_path / "out", "--evaluations", 5, "--common", 0.4, "--recipes", "current",
         "--evaluation-batches", 1)  # fmt: skip
     with monkeypatch.context() as patch:
-        patch.setattr(study, "time", SimpleNamespace(time=lambda: math.inf, monotonic=time.monotonic, sleep=time.sleep))
+        patch.setattr(study, "time", TIME_IS_OVER)
         code, output = invoke(*options, "--seeds", "0,2")
     assert code == 3 and "FAILED" not in output and "8 of 8 runs are left" in output, output
     code, output = invoke(*options)

@@ -270,7 +270,7 @@ def common_jobs(plan: Study, left: Sequence[Job]) -> list[Job]:
     return jobs
 
 
-def run(plan: Study, left: Sequence[Job], common: Sequence[Job] = ()) -> list[Job]:
+def run(plan: Study, left: Sequence[Job], common: Sequence[Job]) -> list[Job]:
     """Runs what is left, within the time, behind `common`; returns what ended without a result."""
     for stale in plan.folder.glob("*.tmp"):  # of a process that was killed while it wrote
         stale.unlink()
