@@ -75,17 +75,20 @@ class Plan(NamedTuple):
         recipes: those of both linears, in words.
         fused: one autograd function runs them, which reads codes.
         trains: some weight gets a gradient, and wgrad reads columnwise operands.
+        needs: whether X, the probabilities and Y have gradients, which all ranks send or none.
     """
 
     label: str
     recipes: str
     fused: bool
     trains: bool
+    needs: tuple[bool, bool, bool]
 
     @property
     def word(self) -> int:
         """A number for all of it."""
-        return zlib.crc32(self.recipes.encode()) << 2 | self.fused << 1 | self.trains
+        flags = self.fused, self.trains, *self.needs
+        return zlib.crc32(self.recipes.encode()) << 5 | sum(flag << place for place, flag in enumerate(flags))
 
 
 class Dispatch(NamedTuple):
@@ -103,6 +106,7 @@ class Dispatch(NamedTuple):
         layout: rows of each of this rank's G experts.
         fused: all ranks run an MLP as one autograd function, so that codes may be sent.
         trains: some rank's weights get a gradient.
+        needs: whether X and the probabilities get gradients on all ranks: some rank's do, or only some rank's Y does.
     """
 
     group: Group
@@ -117,6 +121,14 @@ class Dispatch(NamedTuple):
     layout: GroupLayout
     fused: bool
     trains: bool
+    needs: tuple[bool, bool]
+
+    def with_gradients(self, *given: Tensor | None) -> list[Any]:
+        """Gives X and the probabilities gradients that others' backward waits for, where this rank needs none."""
+        return [
+            x.detach().requires_grad_() if need and x is not None and not x.requires_grad else x
+            for x, need in zip(given, self.needs, strict=True)
+        ]
 
     def spread(self, x: Tensor) -> Tensor:
         """Sends tokens [T, K] to their experts: rows [R, K], in high precision."""
@@ -176,8 +188,9 @@ def dispatch_of(routing: Routing, group: Group, plan: Plan, probabilities: Tenso
     offsets[1:] = blocks.cumsum(0)[size - 1 :: size]
     numbers = torch.stack([own[:, :groups].sum(1), got.sum(1), own_tokens, got_tokens, words]).tolist()
     of_rows, of_tokens, said = Counts(*numbers[:2]), Counts(*numbers[2:4]), numbers[4]
-    if any(each >> 2 != plan.word >> 2 for each in said):
+    if any(each >> 5 != plan.word >> 5 for each in said):
         raise ValueError(f"{plan.label}: {recipes_of_all(plan.recipes, group.process_group)}")
+    fused, trains, x, p, y = ([each >> place & 1 for each in said] for place in range(5))
     received = sum(of_rows.received)
     sent = sources[:, None]
     if probabilities is not None:
@@ -191,7 +204,7 @@ def dispatch_of(routing: Routing, group: Group, plan: Plan, probabilities: Tenso
     return Dispatch(
         group, routing, tokens[: sum(of_tokens.sent)], of_tokens, source + to_tokens[block_of_row],
         weights[0].contiguous().view(torch.float32) if weights else None, of_rows, order, inverse,
-        GroupLayout(offsets, received), all(each & 2 for each in said), any(each & 1 for each in said),
+        GroupLayout(offsets, received), all(fused), any(trains), (any(x) or any(y) != all(y), any(p)),
     )  # fmt: skip
 
 

@@ -166,6 +166,8 @@ class GroupedMLP(parts.LayerOfParts):
             None if probabilities is None or self._adds_to_results else permute_probabilities(probabilities, routing)
         )
         there = self._dispatch(x, routing, recipes is not None, of_rows)
+        if isinstance(there, Dispatch) and torch.is_grad_enabled():
+            x, of_rows = there.with_gradients(x, of_rows)
         if self._adds_to_results:
             y = self.forward(there.spread(x), there.layout, is_first_microbatch)
             return unpermute(there.collect(y), routing, probabilities)
@@ -204,7 +206,10 @@ class GroupedMLP(parts.LayerOfParts):
                 f"{self._label}: with ep_group the host waits for the numbers of rows that ranks exchange, which the "
                 "capture of a CUDA graph cannot; capture the layers around"
             )
-        plan = Plan(self._label, "; ".join(recipes), fused, trains and torch.is_grad_enabled())
+        grad, own = torch.is_grad_enabled(), trains or any(p.requires_grad for p in self.parameters())
+        needs_x, needs_p = x.requires_grad, probabilities is not None and probabilities.requires_grad
+        needs = grad and needs_x, grad and needs_p, grad and (needs_x or needs_p or own)
+        plan = Plan(self._label, "; ".join(recipes), fused, grad and trains, needs)
         return dispatch_of(routing, self.ep_group, plan, probabilities)
 
     def _fused(self, is_first_microbatch: bool | None) -> tuple[Recipe, Recipe] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -249,6 +250,46 @@ def watch(mlp: GroupedMLP) -> None:
 def test_one_rank_differs(rank: int, size: int, recipe: Any, change: Callable[[GroupedMLP], None]) -> list[str]:
     """Which would send something else, of other sizes, if it asked no other rank."""
     return compare(rank, size, {"recipe": recipe}, change=change if rank == 0 else no_change)
+
+
+GRADIENTS = [*itertools.product([False, True], repeat=3)]
+"""Of the experts, X and the probabilities of a rank."""
+
+
+@pytest.mark.parametrize("layer", ["as one", "apart", "biases", "biases alone"])
+@on_ranks(2)
+def test_ranks_need_other_gradients(rank: int, size: int, layer: str) -> list[str]:
+    """Each rank takes part in the backward of others, whatever it needs itself, and gets no other bits for it."""
+    torch.manual_seed(4)
+    options: dict[str, Any] = {"recipe": "current", "dtype": BF16, "bias": layer.startswith("biases")}
+    whole, own = GroupedMLP(E, H, F, **options), GroupedMLP(E, H, F, ep_group=dist.group.WORLD, **options)
+    own.load_state_dict(whole.state_dict())
+    if layer == "apart":
+        watch(own)
+    drawn = ragged(size, 9, H), torch.rand(size, 9, K), ragged(size, 9, H)
+    indices = choices(9 * size).view(size, 9, K)
+    run = Run(whole, *[each.flatten(0, 1) for each in drawn], sort_by_expert(indices.flatten(0, 1), E))  # type: ignore[arg-type]
+    expected = dict(zip(("Y", "dX", "dp"), [each.unflatten(0, (size, 9))[rank] for each in run()], strict=True))
+    expected |= {name: parameter.grad for name, parameter in whole.named_parameters()}  # type: ignore[misc]
+    x, p, dy = (each[rank] for each in drawn)
+    wrong = []
+    for needs in itertools.product(GRADIENTS, repeat=size):
+        trains, needs_x, needs_p = needs[rank]
+        for name, parameter in own.named_parameters():
+            parameter.requires_grad_(trains and (layer != "biases alone" or "bias" in name)).grad = None
+        x, p = x.detach().requires_grad_(needs_x), p.detach().requires_grad_(needs_p)
+        y = own(x, sort_by_expert(indices[rank], E), probabilities=p)
+        if y.requires_grad:
+            y.backward(dy)
+        found = {"Y": y.detach(), "dX": x.grad, "dp": p.grad} | {n: each.grad for n, each in own.named_parameters()}
+        wanted = needs_x, needs_p, *[each.requires_grad for each in own.parameters()]
+        if [each is not None for each in found.values()] != [True, *wanted]:
+            wrong.append(f"{needs}: has {[name for name, value in found.items() if value is not None]}")
+        wrong += [
+            f"{needs}: {name}" for name, v in found.items() if v is not None and not torch.equal(v, expected[name])
+        ]
+        x.grad = p.grad = None
+    return wrong
 
 
 @on_ranks(2)
