@@ -15,6 +15,7 @@ from minifloat.arguments import shown
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed, grouped, new, quantize
+from minifloat.ops.library import apart
 from minifloat.ops.log import library
 from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix
 
@@ -226,7 +227,7 @@ class Casts:
             for (_, _, takes_scale), own in zip(self._sources, request.own_level, strict=True)
         ] * (1 + self.chained)
         if given and not made:
-            rng = grouped.draw_seeds(offsets) if self._stochastic else None
+            rng = grouped.draw_seeds(apart(offsets, *offsets.shape)) if self._stochastic else None
             made = grouped.grouped_cast(x, offsets, given, rng, *self.how, rows, self.chained)
         outputs: Iterator[Any] = iter(list(zip(made[0::3], made[1::3], made[2::3], given, strict=True)))
         if layout.columnwise_from_rowwise is not None:
@@ -300,7 +301,7 @@ class Casts:
         for cast in self._stochastic:
             i = self._sources[cast][0]
             if seeds[i] is None:
-                seeds[i] = library(lambda x: quantize.draw_seed(x[0]), [xs[i]])
+                seeds[i] = library(lambda x: quantize.draw_seed(apart(x[0], 0)), [xs[i]])
             drawn[cast] = seeds[i]
         return drawn
 

@@ -26,7 +26,7 @@ from minifloat.comm.group import Group, ShardMap, cached, unit_rows
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import quantize
-from minifloat.ops.library import directly
+from minifloat.ops.library import apart, directly
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix, cast_all, find_amaxes
 
 
@@ -66,7 +66,7 @@ def quantize_shard(
     rngs = None
     if stochastic:
         if rng is None:  # all ranks draw, so that their generators stay in step
-            rng = wait_tensor(torch.ops._c10d_functional.broadcast(quantize.draw_seed(x), 0, group.name))
+            rng = wait_tensor(torch.ops._c10d_functional.broadcast(quantize.draw_seed(apart(x, 0)), 0, group.name))
         firsts = [shards.whole_units(unit).first(group.rank) for unit in units]
         rngs = [torch.cat([rng, torch.full_like(rng[:1], first)]) for first in firsts]
     made = cast_all(sources, quantizers, levels, rngs, scales=[scale] * len(units))

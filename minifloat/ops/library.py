@@ -203,6 +203,14 @@ def directly(x: Any) -> str:
     return "cuda" if not graph and backends.kernels(index)[0] and index == torch.cuda.current_device() else ""
 
 
+def apart(like: Tensor, *shape: int) -> Tensor:
+    """``like`` or, in compiled code, memory of its own that only says a device and a ``shape``.
+
+    AOTAutograd merges equal calls of random operations but ATen's; one that is given ``torch.empty`` equals no other.
+    """
+    return torch.empty(shape, dtype=like.dtype, device=like.device) if torch.compiler.is_compiling() else like
+
+
 @lru_cache(MOST_SPELLINGS)
 def _values(spelling: str, kinds: tuple[str, ...]) -> tuple[Any, ...]:
     """The lists and dtypes that :meth:`Operation.spelled` spelled."""
