@@ -98,6 +98,8 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
             if torch.compiler.is_compiling():
                 raise RuntimeError(_NOT_COMPILED)
             used.check_finite = True
+        if self in _stack.contexts:
+            raise RuntimeError("autocast: this context is entered inside of itself; make another one")
         # The outermost context owns the region, so that nested ones do not update what is still in use.
         self.region = _stack.contexts[0].region if _stack.contexts else Region()
         _stack.contexts.append(self)
@@ -106,14 +108,21 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _stack.contexts[-1:] != [self]:
-            raise RuntimeError("autocast: contexts are left in the reverse order of entering; use with statements")
-        _stack.contexts.pop()
+        contexts, ordered = _stack.contexts, _stack.contexts[-1:] == [self]
+        if ordered:
+            contexts.pop()
+        elif self in contexts:
+            del contexts[contexts.index(self) :]  # or what is refused would stay in force
         region, self.region = self.region, Region()  # which would keep the modules alive as long as the context
-        if not _stack.contexts and kind is None:
+        if not contexts and kind is None and ordered:
             region.update(forward=True)
-        elif not _stack.contexts:
+        elif not contexts:
             region.forget()
+        if not ordered:
+            raise RuntimeError(
+                "autocast: contexts are left in the reverse order of entering, and each once; use with statements "
+                "that do not interleave, as two generators do. This context and those entered after it have ended"
+            )
 
 
 def first_equal(recipe: Recipe) -> Recipe:
@@ -257,12 +266,12 @@ class DelayedCall:
         context: autocast | None, scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         compiling = self.compiling = torch.compiler.is_compiling()
-        forward = states[0].history(recipe, True, compiling)
+        forward = states[0].history(recipe, True, compiling, records)
         self.states = states
         self.histories = (
             # Spelled out: torch.compile of PyTorch 2.11 does not trace _replace of what it returns.
             forward if scale is None else delayed.History(scale, forward.amax_history, recipe, forward.rule),
-            states[1].history(recipe, False, compiling),
+            states[1].history(recipe, False, compiling, backward),
         )
         self.records = records, backward
         self.region = None if context is None else context.region
@@ -298,9 +307,15 @@ class DelayedCall:
                 self.states[0].progress.recording = False
 
     def backward_begins(self) -> None:
-        """Updates, before a backward reads its scale, what an earlier region's backward has completed."""
+        """Updates, before a backward reads its scale, what an earlier region's backward has completed.
+
+        A checkpoint, or another recipe, may have replaced the buffers since the forward.
+        """
         if self.records[1] and not self.captured and not torch.compiler.is_compiling():
             self._update_others([self.states[1]])
+            forward, backward = self.histories
+            if backward.amax_history is not self.states[1]._buffers["amax_history"]:
+                self.histories = forward, self.states[1].history(backward.recipe, False, False)
 
     def backward_finished(self) -> None:
         """Leaves what the end of this backward completes to the end of the whole."""

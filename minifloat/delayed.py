@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifloat import formats
-from minifloat.arguments import checked, label_of, shown
+from minifloat.arguments import label_of, shown
 from minifloat.comm import dtensor_ddp
 from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.group import Group
@@ -189,6 +189,12 @@ class Progress:
         self.history: History | None = None
 
 
+def resized(amaxes: Tensor, length: int) -> Tensor:
+    """A history [L, n] of so many steps: it lacks the oldest, or has zeros before them."""
+    kept = amaxes[max(1, amaxes.shape[0] - length + 1) :]
+    return torch.cat([amaxes[:1], torch.nn.functional.pad(kept, (0, 0, length - 1 - kept.shape[0], 0))])
+
+
 def history_length(saved: Any) -> int:
     """The steps of a history [length, slots] of a state dict; 0 where it is none."""
     return saved.shape[0] if isinstance(saved, Tensor) and saved.dim() == 2 else 0
@@ -253,9 +259,13 @@ class AmaxHistory(nn.Module):
         for name in _VALID:
             setattr(self, name, share.of(getattr(self, name)).clone())
 
-    def history(self, recipe: DelayedScaling, forward: bool, compiling: bool) -> History:
-        """The buffers under a recipe, cut or zero-padded at the end to its ``amax_history_len``."""
+    def history(self, recipe: DelayedScaling, forward: bool, compiling: bool, records: bool = False) -> History:
+        """The buffers under a recipe; if a pass ``records``, as long as it asks for."""
         known, buffers = None if compiling else self.progress.history, self._buffers
+        amaxes = buffers["amax_history"]
+        if records and amaxes is not None and amaxes.shape[0] != recipe.amax_history_len:
+            with torch.inference_mode(False):  # or training could not write to it later
+                self.amax_history = resized(amaxes, recipe.amax_history_len)
         if (
             known is not None
             and known.recipe is recipe
@@ -264,11 +274,6 @@ class AmaxHistory(nn.Module):
             and torch._C._is_alias_of(known.slots[0], known.scale)  # type: ignore[attr-defined] # not after ".data ="
         ):
             return known
-        length, wanted = self.amax_history.shape[0], recipe.amax_history_len
-        if length != wanted:
-            kept = self.amax_history[:wanted]
-            with torch.inference_mode(False):  # or training could not write to it later
-                self.amax_history = torch.nn.functional.pad(kept.clone(), (0, 0, 0, wanted - kept.shape[0]))
         slots = () if compiling else self.scale.split(1)
         found = History(self.scale, self.amax_history, recipe, recipe.rules[0 if forward else 1], slots, self.share)
         if not compiling:
@@ -383,16 +388,3 @@ def in_order(newest: Member) -> list[Member]:
         members.append(newest)
         newest = newest.before
     return members[::-1]
-
-
-@checked
-@torch.no_grad()
-def forget_overflow(model: nn.Module) -> None:
-    """Removes infinite and NaN amaxes from the delayed scaling histories of ``model``.
-
-    No code needs to call it: infinite and NaN amaxes are not recorded, and an update drops those of an older
-    checkpoint. It keeps finite amaxes and never waits for the device.
-    """
-    for module in model.modules():
-        if isinstance(module, AmaxHistory):
-            module.amax_history.nan_to_num_(0.0, posinf=0.0, neginf=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import re
 import threading
 import weakref
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifloat.autocast import autocast, current, get_default_recipe
 from minifloat.functional import count_gemms, gemm
-from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear, prepare
+from minifloat.nn import LayerNormLinear, LayerNormMLP, Linear, prepare, quantized_model_init
 from minifloat.nn.linear_call import recipe_in_force
 from minifloat.operand import Operand
 from minifloat.recipe import (
@@ -35,6 +36,7 @@ from minifloat.recipe import (
     named,
 )
 from minifloat.recompute import checkpoint
+from minifloat.tensor import QuantizedTensor
 from tests.helpers import oracle
 from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.sample import each_once
@@ -128,18 +130,33 @@ def test_default_recipe_of_a_gpu(capability: tuple[int, int], recipe: Recipe, mo
 
 
 def test_contexts_that_are_left_in_another_order() -> None:
-    """The recipe of the wrong one would be in force afterwards."""
-    outer, inner = autocast(recipe="current"), autocast(recipe="mxfp8")
+    """The wrong recipe would be in force, here until both have ended, and else for good; no history is updated."""
+    around, layer = autocast(recipe=DELAYED), Linear(8, 8)
+    for outermost in (True, False):
+        with nullcontext() if outermost else around as before:
+            outer, inner = autocast(recipe=DELAYED), autocast(recipe="mxfp8")
+            outer.__enter__()
+            layer(torch.randn(4, 8))
+            inner.__enter__()
+            for context in (outer, inner, outer):
+                with pytest.raises(RuntimeError, match="reverse order"):
+                    context.__exit__(None, None, None)
+                assert current() is before
+            if outermost:
+                assert (layer.forward_scaling.scale == 1).all() and not layer.forward_scaling.amax_history.any()
+    with around, pytest.raises(RuntimeError, match="entered inside of itself"), around:
+        pass
+    assert current() is None and not (layer.forward_scaling.scale == 1).all()
+
+
+def test_contexts_of_weights_that_are_left_in_another_order() -> None:
+    outer, inner = quantized_model_init(recipe="mxfp8"), quantized_model_init(recipe="current")
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(RuntimeError, match="reverse order"):
-        outer.__exit__(None, None, None)
-    assert current() is inner
-    inner.__exit__(None, None, None)
-    outer.__exit__(None, None, None)
-    with pytest.raises(RuntimeError, match="reverse order"):
-        outer.__exit__(None, None, None)
-    assert current() is None
+    for context in (outer, inner):
+        with pytest.raises(RuntimeError, match="reverse order"):
+            context.__exit__(None, None, None)
+        assert not isinstance(Linear(32, 32).weight, QuantizedTensor)
 
 
 @pytest.mark.parametrize(("recipe", "error"), [("fp6", ValueError), (8, TypeError), (DelayedScaling, TypeError)])
@@ -682,15 +699,18 @@ def test_an_exception_after_a_backward_inside_of_the_backward(depth: int) -> Non
 
 @pytest.mark.parametrize("context", [nullcontext, lambda: autocast(recipe=DELAYED)])
 def test_an_exception_in_a_forward_of_its_own_recipe(context: Callable[[], Any]) -> None:
-    """A layer outside of any context that raised after its casts has recorded nothing, wherever it runs next."""
+    """A layer outside of any context that raised after its casts has recorded nothing, nor have copies of it."""
     layer = Linear(16, 8, recipe=DELAYED)
     twin = copy.deepcopy(layer)
     with pytest.raises(KeyError), mock.patch.object(gemm, "check_operands", _raise):
         layer(batch(3) * 100)
-    for each in (layer, twin):
+    assert layer.forward_scaling.amax_history[0].any()
+    made = layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    for each in (*made, twin):
         with context():
             each(batch(1))
-    _assert_same_state(layer, _state_of(twin))
+    for each in made:
+        _assert_same_state(each, _state_of(twin))
 
 
 def test_an_exception_in_a_forward_keeps_no_model() -> None:
@@ -737,14 +757,16 @@ def test_an_exception_caught_inside_does_not_skip_the_update() -> None:
 
 
 def test_history_length_follows_the_recipe() -> None:
-    """A shorter one cuts the history at its end, a longer one pads it there with zeros; scales stay."""
+    """A shorter one drops the oldest steps, a longer one has zeros before them; an evaluation changes nothing."""
     layer = Linear(16, 8)
     state = Expected()
-    for step, length in enumerate((4, 4, 4, 4, 4, 2, 2, 6, 6)):
+    for step, length in enumerate((4, 4, 4, 4, 4, 2, 2, 6, 6, 1, 3)):
         recipe = DelayedScaling(amax_history_len=length)
         for way, history in state.history.items():
-            kept = history[:length]
-            state.history[way] = np.pad(kept, ((0, length - len(kept)), (0, 0)))
+            rows = [*history[1:]][::-1][: length - 1][::-1]  # row 0 is of the step in progress
+            state.history[way] = np.stack([history[0], *[0 * history[0]] * (length - 1 - len(rows)), *rows])
+        with torch.no_grad(), autocast(recipe=DelayedScaling(amax_history_len=3)):
+            layer(batch(99))
         x = batch(step).requires_grad_()
         with autocast(recipe=recipe):
             y = layer(x)
@@ -755,6 +777,37 @@ def test_history_length_follows_the_recipe() -> None:
         state.record_backward(y.grad)
         state.update("backward")
         state.check(layer)
+
+
+@pytest.mark.parametrize("way", ["loaded", "other recipe"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_history_replaced_before_backward(way: str, assign: bool) -> None:
+    """The backward records to the history that is there when it runs, and computes the scale from it."""
+    layer, saved = Linear(16, 8, recipe=DELAYED), Linear(16, 8, recipe=DelayedScaling(amax_history_len=7))
+    (saved(batch(0)).sum() * 64).backward()
+    (layer(batch(0)).sum() * 1e6).backward()
+    y = layer(batch(1))
+    if way == "loaded":
+        layer.load_state_dict(saved.state_dict(), assign=assign)
+        newest = [64.0, 2.0]
+    else:
+        layer.recipe = DelayedScaling(amax_history_len=7)
+        layer(batch(2))
+        newest = [1e6, 2.0]
+    (y.sum() * 2).backward()
+    history = layer.backward_scaling
+    assert history.amax_history[:, 0].tolist() == [0.0] * 5 + newest
+    assert history.scale[0] == torch.tensor(57344.0) / newest[0]
+
+
+def test_the_latest_recipe_of_a_region_decides() -> None:
+    """Its margin, where a module runs under two."""
+    layer, x = Linear(16, 8, bias=False), batch(0)
+    with autocast(recipe=DelayedScaling(amax_history_len=LENGTH, margin=3)):
+        layer(x)
+        with autocast(recipe=DELAYED):
+            layer(x).sum().backward()
+    assert layer.forward_scaling.scale[0] == torch.tensor(448.0) / x.abs().amax()
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "unfused"])

@@ -230,7 +230,6 @@ def _needed() -> dict[str, dict[str, Any]]:
         "MasterWeights": {"params": [weight], "optimizer_class": torch.optim.AdamW, "lr": 1e-3},
         "clip_grad_norm_": {"parameters": [weight], "max_norm": 1.0},
         "gradient_norm": {"parameters": [weight]},
-        "forget_overflow": of_model,
         "fprop": {"x": operands, "w": operands, "out_dtype": torch.float32},
         "dgrad": {"dy": q(x.t().contiguous()), "w": operands, "out_dtype": torch.float32},
         "wgrad": {"dy": operands, "x": operands, "out_dtype": torch.float32},

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from minifloat.arguments import label_of
-from minifloat.delayed import AmaxHistory
+from minifloat.delayed import AmaxHistory, resized
 from minifloat.nn.linear_state import LinearState
 from minifloat.nn.moe import MoE
 from minifloat.nn.tensor_parallel import etp_weights
@@ -169,10 +169,8 @@ def _restore_buffers(module: nn.Module, saved: dict[str, Tensor | None]) -> None
         if buffer is None or before is None:
             continue
         if isinstance(module, AmaxHistory) and buffer.shape != before.shape:
-            steps = min(buffer.shape[0], before.shape[0])
-            buffer[:steps].copy_(before[:steps])
-        else:
-            buffer.copy_(before)
+            before = resized(before, buffer.shape[0])
+        buffer.copy_(before)
 
 
 @contextmanager

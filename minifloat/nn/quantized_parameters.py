@@ -107,11 +107,15 @@ def quantized_model_init(
     if recipe != "none":
         chosen = get_default_recipe() if recipe is None else as_recipe(recipe)
         init = ParameterInit(chosen, preserve_high_precision_init_val)
-    _stack.inits.append(init if enabled else None)
+    inits, depth = _stack.inits, len(_stack.inits)
+    inits.append(init if enabled else None)
     try:
         yield
     finally:
-        _stack.inits.pop()
+        ordered = len(inits) == depth + 1
+        del inits[depth:]
+        if not ordered:
+            raise RuntimeError("quantized_model_init: contexts are left in the reverse order of entering")
 
 
 def parameter_init() -> ParameterInit | None:

@@ -2,11 +2,10 @@
 
 from typing import NoReturn
 
-from minifloat.delayed import forget_overflow
 from minifloat.optim.gradient_norm import clip_grad_norm_, gradient_norm
 from minifloat.optim.master_weights import MasterWeights
 
-__all__ = ["MasterWeights", "clip_grad_norm_", "forget_overflow", "gradient_norm"]
+__all__ = ["MasterWeights", "clip_grad_norm_", "gradient_norm"]
 
 
 def __getattr__(name: str) -> NoReturn:
