@@ -27,14 +27,14 @@ from minifloat.ops import grouped, quantize
 from minifloat.tensor import QuantizedTensor
 
 _OF_CAST = ("codes", "scale_inv", "amax")
-_OUTPUTS: dict[Any, tuple[str, ...]] = {
-    quantize.amax.overload: ("amax",),
-    quantize.cast.overload: _OF_CAST,
-    quantize.amax_and_cast.overload: ("amax", "codes", "scale_inv"),
-    grouped.grouped_amax.overload: ("amax",),
-    grouped.grouped_cast.overload: _OF_CAST,
+_CASTS: dict[Any, int] = {
+    quantize.amax.overload: 1,
+    quantize.cast.overload: 3,
+    quantize.amax_and_cast.overload: 2,
+    grouped.grouped_amax.overload: 1,
+    grouped.grouped_cast.overload: 3,
 }
-"""The operations that cast, and what the last of their outputs are."""
+"""The operations that cast, and how many outputs each cast has; amaxes come before the first codes."""
 
 
 @checked
@@ -115,7 +115,7 @@ def _check_contexts(root: fx.GraphModule) -> None:
     """Raises where a layer's casts are in a graph of their own, in which a weight is an argument like others."""
     for part in root.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) and part is not root else ():
-            if node.target in _OUTPUTS:
+            if node.target in _CASTS:
                 paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
                 raise ValueError(
                     f"export: layer {paths[-1] if paths else ''!r} runs inside of torch.autocast or the like that the "
@@ -139,12 +139,16 @@ def _cast_weights(program: ExportedProgram) -> None:
     """Replaces the casts of weights by their results, and drops whatever is not read then."""
     graph, names = program.graph, _held_by_name(program)
     computed = _read(graph, _computed_of(graph, set(names)))
-    casts = {node for node in computed if node.target in _OUTPUTS or _reads_inner(node)}
+    casts = {node for node in computed if node.target in _CASTS or _reads_inner(node)}
     results = _results(computed, casts)
+    ahead = set(casts)  # and what only they read, as the values of codes that are cast to others
+    for node in reversed(computed):
+        if node not in results and all(user in ahead or user in results for user in node.users):
+            ahead.add(node)
     buffers: dict[str, fx.Node] = {}  # by what they were computed by: a weight may be cast several times
     latest, values = "", {}
     for node, what in results.items():
-        if all(user in casts or user in results for user in node.users):
+        if all(user in ahead or user in results for user in node.users):
             continue
         while viewed := _aliased(node):
             node = viewed[0]  # views are made in each call, of what is in memory as the cast gave it
@@ -155,7 +159,7 @@ def _cast_weights(program: ExportedProgram) -> None:
             latest, values = name, {node: _held(program, held) for node, held in names.items()}
         if key not in buffers:
             buffers[key] = _add_buffer(program, f"{name}_{what}", _value(node, values), node)
-        node.replace_all_uses_with(buffers[key], delete_user_cb=lambda user: user not in casts)
+        node.replace_all_uses_with(buffers[key], delete_user_cb=lambda user: user not in ahead)
     _read(graph, computed)
     _drop_unread(program, names)
     graph.lint()
@@ -244,7 +248,9 @@ def _results(computed: Sequence[fx.Node], casts: set[fx.Node]) -> dict[fx.Node, 
         elif node in casts:
             for item in node.users:
                 place: Any = item.args[1]
-                found[item] = _OUTPUTS[node.target][place - len(node.meta["val"])]
+                values = node.meta["val"]
+                first = next((i for i, each in enumerate(values) if each.dtype == torch.uint8), len(values))
+                found[item] = "amax" if place < first else _OF_CAST[(place - first) % _CASTS[node.target]]
         elif node not in found and not str(node.target).startswith("minifloat."):
             what = next((found[each] for each in node.all_input_nodes if each in found), "")
             if what:

@@ -67,7 +67,8 @@ class GroupLayout(NamedTuple):
             raise ValueError(
                 f"{label_of(layer)}: m_splits has shape {tuple(counts.shape)}; one number for each group is needed"
             )
-        on_host, compiling = counts.device.type == "cpu" and type(counts) is Tensor, torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()  # a fake tensor, maybe
+        on_host = counts.device.type == "cpu" and (compiling or type(counts) is Tensor)
         if wait and (compiling or not on_host):
             check_can_wait(label_of(layer))
         if on_host and compiling:

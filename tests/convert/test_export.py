@@ -13,6 +13,7 @@ from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
 
 from minifloat import (
+    GroupedLinear,
     Linear,
     QuantizedTensor,
     QuantizerRole,
@@ -37,7 +38,7 @@ from tests.helpers.export_cases import (
     trained,
     two_linears,
 )
-from tests.helpers.sample import each_pair, each_twice
+from tests.helpers.sample import each_once, each_pair, each_twice
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_compiler")
 
@@ -201,6 +202,64 @@ def test_the_recipe_of_autocast(name: str) -> None:
     assert torch.equal(program.module()(x), y) and casts(program) == 2
 
 
+@each_once
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kept", ["rowwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("under", ["current", "block", "mxfp4"])
+def test_weights_kept_in_another_recipe(kept: str, under: str, strict: bool) -> None:
+    """The codes are those that a call casts the values to, and nothing else is held."""
+    with quantized_model_init(recipe=kept):
+        model = nn.Sequential(Linear(IN, OUT, bias=False, recipe=under)).eval()
+    program = export(model, (x := torch.randn(6, IN),), strict=strict)
+    assert_same(program.module(), model, x)
+    assert casts(program) == 1 and program.state_dict.keys() == {"0.weight_codes", "0.weight_scale_inv"}
+
+
+def test_casts_of_one_weight() -> None:
+    """Three, each with buffers of its own, and one in both orientations."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(OUT, IN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            both = named("mxfp8").quantizer(QuantizerRole("linear", "weight")).with_usage(rowwise=True, columnwise=True)
+            operands = both(self.weight)
+            assert operands.rowwise is not None and operands.columnwise is not None
+            values = [operands.rowwise.dequantize(), operands.columnwise.dequantize()]
+            for name in ("current", "nvfp4"):
+                values.append(named(name).quantizer(QuantizerRole("linear", "weight"))(self.weight).dequantize())
+            return torch.cat([x @ each.T for each in values], -1)
+
+    model = Casts().eval()
+    program = export(model, (x := torch.randn(2, IN),))
+    assert_same(program.module(), model, x)
+    numbers = {"codes": 4, "scale_inv": 4, "amax": 1}
+    assert program.state_dict.keys() >= {
+        f"weight_{kind}_{i}".removesuffix("_0") for kind, number in numbers.items() for i in range(number)
+    }
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("counts", [[3, -1, 4], [3, 3, 1], [2**62, 2**62, 2**62]], ids=["negative", "excess", "large"])
+def test_counts_of_experts_are_checked(counts: list[int], strict: bool) -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = GroupedLinear(3, IN, OUT, recipe="current")
+
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            y: Tensor = self.linear(x, counts)
+            return y
+
+    model, x = Counted().eval(), torch.randn(6, IN)
+    run = export(model, (x, torch.tensor([3, 0, 3])), strict=strict).module()
+    assert_same(run, model, x, torch.tensor([1, 2, 2]))
+    with pytest.raises(ValueError, match=r"GroupedLinear: m_splits .* with 6 rows"):
+        run(x, torch.tensor(counts))
+
+
 def test_buffers_that_a_call_writes_stay() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
@@ -229,14 +288,16 @@ def test_casts_of_what_a_call_writes_stay() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(OUT, IN))
             self.register_buffer("cache", torch.zeros(4, IN))
+            self.register_buffer("sums", torch.zeros(2, IN))
 
         def forward(self, x: Tensor) -> Tensor:
             self.cache[:2].add_(x)
+            torch.add(self.sums[:1], x[:1], out=self.sums[:1])
             weight = self.weight.clone()
             weight.view(-1)[: 2 * IN].mul_(x.sum())
             quantizer = named("current").quantizer(QuantizerRole("linear", "weight"))
-            values = [quantizer(each).dequantize() for each in (self.cache, weight, self.weight)]
-            return values[0] @ (values[1] + values[2]).T
+            values = [quantizer(each).dequantize() for each in (self.cache, weight, self.weight, self.sums)]
+            return (values[0] + values[3].sum(0)) @ (values[1] + values[2]).T
 
     model = Writes().eval()
     twin = copy.deepcopy(model)
@@ -244,7 +305,7 @@ def test_casts_of_what_a_call_writes_stay() -> None:
     run = program.module()
     for _ in range(3):
         assert_same(run, twin, torch.randn(2, IN))
-    assert casts(program) == 2 and {"cache", "weight", "weight_codes"} <= program.state_dict.keys()
+    assert casts(program) == 3 and {"cache", "sums", "weight", "weight_codes"} <= program.state_dict.keys()
 
 
 def test_views_of_codes() -> None:
@@ -325,23 +386,24 @@ def test_delayed_scaling_without_buffers_is_refused() -> None:
 
 
 def test_quantized_weights_that_others_read_are_refused() -> None:
-    """But not their values."""
+    """But not their values, from which the layer may cast its own."""
 
     class Reads(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, recipe: str) -> None:
             super().__init__()
             with quantized_model_init(recipe="mxfp8"):
-                self.proj = Linear(IN, IN, recipe="mxfp8")
+                self.proj = Linear(IN, IN, recipe=recipe)
 
         def forward(self, x: Tensor, values: bool) -> Tensor:
             weight = self.proj.weight.dequantize() if values else self.proj.weight
             y: Tensor = self.proj(x) + F.linear(x, weight)
             return y
 
-    model, x = Reads().eval(), torch.randn(6, IN)
+    model, x = Reads("mxfp8").eval(), torch.randn(6, IN)
     with pytest.raises(ValueError, match=r"export: proj\.weight is quantized, and something other.*dequantize\(\)"):
         export(model, (x, False))
-    assert_same(export(model, (x, True)).module(), model, x, True)
+    for other in (model, Reads("nvfp4").eval()):
+        assert_same(export(other, (x, True)).module(), other, x, True)
 
 
 @on_ranks(2)
