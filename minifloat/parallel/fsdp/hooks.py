@@ -1,4 +1,4 @@
-"""The private parts of PyTorch's FSDP2 that quantized gathers depend on, alike in 2.11 and 2.13; read here alone.
+"""The private parts of PyTorch's FSDP2 that quantized gathers depend on, alike from 2.11 to 2.15; read here alone.
 
 FSDP2 asks the local tensor of a sharded parameter for hooks around its all-gather. A tensor that has them would have to
 keep them through ``to_empty``, ``load_state_dict(assign=True)``, optimizers and checkpoints. So parameters stay the
@@ -115,6 +115,8 @@ class ShardedParameter(FSDPParam):
         if not hasattr(self, "_unsharded_param"):
             full = self.weight.as_parameter(self.number, self.param_dtype or self.orig_dtype)
             self._unsharded_param = nn.Parameter(full, requires_grad=self.sharded_param.requires_grad)
+            if hasattr(self, "unsharded_grad_dtype"):  # since PyTorch 2.15: fp32 for a weight in bf16, if reduced so
+                self._unsharded_param.grad_dtype = self.unsharded_grad_dtype
 
     def free_unsharded_param(self) -> None:
         for tensor in self._memory:
