@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,9 @@ class Losses(NamedTuple):
 
     Args:
         amax: largest absolute value among finite elements in high precision.
-        underflow: share of elements that were not zero in high precision and have a code of zero.
-        saturation: share of elements at a code of the largest magnitude. A scale that comes from a block's amax, and is
-            no power of two, puts about one element of each block there: some 1/16 is normal for NVFP4's strips.
+        underflow: share of elements that were not zero in high precision and are zero, by their code or their scale.
+        saturation: share of elements at a code of the largest magnitude, their scale not 0. A scale from a block's amax
+            that is no power of two puts about one element of each block there: some 1/16 is normal for NVFP4's strips.
         snr: signal-to-noise in dB, over elements that are finite in high precision; infinite without noise, minus
             infinite where a sum of squares is beyond fp32.
         nonfinite: number of elements that are infinite or NaN in high precision.
@@ -62,7 +63,7 @@ def measure(x: Tensor, operand: Operand) -> Tensor:
             elements.masked_fill_(~finite, 0)
         sums = [
             count,
-            _norms(before, 0).sum() - _norms(elements, 0).sum(),  # a zero has a code of zero
+            _norms(before, 0).sum() - _norms(elements, 0).sum(),  # a zero stays one
             _norms((elements > 0.95 * fmt.max).bfloat16(), 0).sum(),  # no other code is so close to the largest
             _norms(values, 2).square().sum(),
             _norms(noise, 2).square().sum(),
@@ -83,16 +84,15 @@ def _elements(values: Tensor, operand: Operand) -> tuple[Tensor, Tensor, Tensor]
     if fmt.transform != "none" and offsets is not None:
         nothing = values.new_zeros(0)
         return nothing, nothing, nothing.new_full((), math.nan, dtype=torch.float64)
-    if fmt.transform != "none":
-        before = reference.rotated(values.float(), fmt, operand.dim)
-        elements = reference.decode(operand.codes, fmt, operand.dim, before.shape, torch.bfloat16)
-    else:
-        assert scale_inv is not None
-        # Values under scales of 1 are the elements: 127 is E8M0's, 56 that of E4M3 under an amax of max x max.
-        one = 56 if fmt.scale_rule == "two_level" else 127 if scale_inv.dtype == torch.uint8 else 1
-        amax = None if operand.amax is None else torch.full_like(operand.amax, fmt.max * fmt.block_scale_max)
-        of_ones = operand._replace(scale_inv=torch.full_like(scale_inv, one), amax=amax)
-        before, elements = values, of_ones.dequantize(torch.bfloat16)
+    assert scale_inv is not None
+    before = values if fmt.transform == "none" else reference.rotated(values.float(), fmt, operand.dim)
+    # Values under scales of 1 are the elements: 127 is E8M0's, 56 that of E4M3 under an amax of max x max.
+    one = 56 if fmt.scale_rule == "two_level" else 127 if scale_inv.dtype == torch.uint8 else 1
+    kept = scale_inv != 0 if one != 127 else torch.ones_like(scale_inv)  # under a scale of 0 no element is left
+    amax = None if operand.amax is None else torch.full_like(operand.amax, fmt.max * fmt.block_scale_max)
+    ones, plain = (kept * one).to(scale_inv.dtype), replace(fmt, transform="none")
+    of_ones = operand._replace(scale_inv=ones, amax=amax, format=plain, shape=(before.shape[0], before.shape[1]))
+    elements = of_ones.dequantize(torch.bfloat16)
     rows = torch.full((), len(before), device=values.device) if offsets is None else offsets[-1]
     return before, elements.abs_(), rows.double() * before.shape[1]
 

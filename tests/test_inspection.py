@@ -65,4 +65,25 @@ def test_zeros_of_a_rotated_format_are_counted_after_the_rotation() -> None:
     x[5, 7] = math.nan
     fmt = parse("e2m1/1x16/two_level/hadamard16")
     seen = read(measure(x, Quantizer(parse("e2m1/1x16/two_level"), column_format=fmt, rowwise=False)(x).any))
-    assert (seen.underflow, seen.nonfinite) == (0, 1) and seen.saturation > 0.9
+    assert (seen.underflow, seen.nonfinite) == (1 / 16, 1)  # the column with NaN has a scale of 0
+    assert seen.saturation > 0.9
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("spec", ["e2m1/1x16/two_level", "e2m1/16x16/two_level", "e2m1/1x16/two_level/hadamard16"])
+def test_elements_under_a_scale_of_zero_are_lost(spec: str, groups: bool) -> None:
+    """Of blocks beside which another is so large that theirs underflows in E4M3, whatever their codes are."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 1e-4
+    x[3, :16] = 1e4  # rotated, 1/4 of it in each element of its columns
+    x[20, 40] = 0
+    offsets = torch.tensor([0, 32], dtype=torch.int32) if groups else None
+    cast = Quantizer(parse("e4m3/tensor/fp32"), column_format=parse(spec), rowwise=False)
+    operand = cast.cast(x, offsets=offsets).columnwise
+    assert operand is not None
+    seen = read(measure(x, operand))
+    if groups and "hadamard" in spec:
+        assert math.isnan(seen.underflow)
+        return
+    kept = 16 * 16 if "hadamard" in spec else 16
+    assert seen.underflow == (x.numel() - kept - ("hadamard" not in spec)) / x.numel()
+    assert seen.saturation == kept / x.numel()
