@@ -144,7 +144,8 @@ class _Weights:
             owners |= {id(layer._weight(name)): (layer, i) for i, name in enumerate(layer._weight_names)}
         reasons = obstacles(modules, [each for each in layers if each._matrices or not isinstance(each, GroupedLinear)])
         seen: set[int] = set()  # of tied parameters the first is written
-        for (prefix, *_), module in modules:
+        for paths, module in modules:
+            prefix = paths[0]
             if isinstance(module, ExpertLinear) and not module.single_grouped_weight:  # kept quantized, a weight each
                 each = tuple(module._weight(name) for name in module._weight_names)
                 seen.update(map(id, each))
@@ -153,9 +154,16 @@ class _Weights:
                 continue
             held = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
             for name, tensor in (module._parameters | held).items():
-                if tensor is not None and id(tensor) not in seen:
+                if tensor is None:
+                    continue
+                owner = owners.get(id(tensor))
+                if owner is not None and not isinstance(tensor, QuantizedTensor) and _config(owner[0]) is None:
+                    owner = None
+                if owner is None and name == "weight" and tensor.dim() == 2 and not isinstance(module, nn.Embedding):
+                    self.ignored += map(self._named, paths)  # tied ones too, as heads
+                if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    self._add(module, f"{prefix}.{name}" if prefix else name, tensor, owners.get(id(tensor)))
+                    self._add(module, f"{prefix}.{name}" if prefix else name, tensor, owner)
         self.weights = [each for each in self.entries if isinstance(each, _Weight)]
         if not self.weights:
             raise ValueError(
@@ -193,12 +201,8 @@ class _Weights:
         values, (base, _, name) = tensor.detach(), full.rpartition(".")
         experts = bool(separate) or (values.dim() == 3 and are_experts(module))
         transposed = getattr(module, "is_transposed", False)
-        if owner is not None and not isinstance(values, QuantizedTensor) and _config(owner[0]) is None:
-            owner = None
         if owner is None and experts:
             self.experts[self._named(base)] = None
-        elif owner is None and name == "weight" and values.dim() == 2 and not isinstance(module, nn.Embedding):
-            self.ignored.append(self._named(base))
         pieces: list[tuple[list[str], tuple[Tensor, ...], int]] = [([full], (values,), owner[1] if owner else 0)]
         if experts and transposed and owner is not None:
             pieces = [([full], separate or tuple(values.transpose(1, 2)), 0)]
