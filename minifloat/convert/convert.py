@@ -340,7 +340,8 @@ def _report(
     for (names, module), reason in others:
         left_alone.append(LeftAlone(names, type(module).__name__, None, reason))
     quantized = [named.module for named, decision in decisions if decision.reason is None]
-    everything = _count_elements(_own_parameters(named.module) for named in modules)
+    each = [named.module for named, _ in decisions]  # with new modules, of quantized experts
+    everything = _count_elements(map(_own_parameters, [*each, *(named.module for named in modules)]))
     fraction = _count_elements(map(_own_parameters, quantized)) / everything if everything else 0.0
     warnings = warnings + _fast_paths(modules, quantized)
     return ConversionReport(tuple(converted), tuple(left_alone), tuple(warnings), fraction)

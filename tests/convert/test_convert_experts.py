@@ -186,6 +186,8 @@ def test_default_filter() -> None:
     held = 2 * E * 3 * F * H / sum(parameter.numel() for parameter in model.parameters())
     assert report.fraction == held and f"{100 * held:.1f} %" in str(report)
     assert "model.layers.*.mlp.experts.down_proj     2 times  4 x 32 x 48  Float8CurrentScaling" in str(report)
+    kept = convert(model, "mxfp8", lambda module, name: name == NAMES[3], quantize_weights=True)
+    assert kept.converted[0].quantized_weight and kept.fraction == held / 6  # one of two blocks' down_proj, a third
 
 
 @pytest.mark.parametrize(
