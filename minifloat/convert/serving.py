@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def export_weights(
     Args:
         model: converted, or made of this library's linears; its weights may be kept quantized. Layers without a recipe
             of their own take that of the ``autocast`` that surrounds the call.
-        folder: made where it is missing.
+        folder: made where it is missing; it gets all files or, if something raises, none.
         layout: ``"fp8-block"`` (``weight_scale_inv``, DeepSeek's), ``"mxfp4"`` (experts of gpt-oss), or one of
             ``compressed-tensors``: ``"fp8-tensor"``, ``"fp8-channel"``, ``"fp8-block-compressed"``, ``"mxfp8"`` and
             ``"nvfp4"``.
@@ -74,29 +75,39 @@ def export_weights(
         ValueError: a layer computes with weights that the layout does not hold, is split over ranks, or has sizes that
             the layout does not; nothing is quantized; ``folder`` has weights.
     """
-    from safetensors.torch import save_file
-
     weights, folder = _Weights(model, layout, requantize), Path(folder)
     if any(folder.glob("*.safetensors*")):
         raise ValueError(f"export_weights: {folder} has weights, which engines would load too; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".") as made:  # what is not whole is nowhere to be loaded
+        new = Path(made)
+        _write_config(model, new, weights.spec.config(weights.ignored, list(weights.experts), weights.static))
+        names = _write_tensors(weights.tensors(), new, shard_bytes)
+        for file in sorted(new.iterdir(), key=lambda file: file.name == "config.json"):
+            file.rename(folder / file.name)
+    return [folder / name for name in names]
+
+
+def _write_tensors(tensors: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: float) -> list[str]:
+    """Writes safetensors and their index, and returns the names of the files."""
+    from safetensors.torch import save_file
+
     parts: list[list[str]] = []
     total, part, size = 0, dict[str, Tensor](), 0
-    for name, tensor in chain(weights.tensors(), [("", torch.empty(0))]):
+    for name, tensor in chain(tensors, [("", torch.empty(0))]):
         if part and (not name or size + tensor.nbytes > shard_bytes):
-            save_file(part, folder / f"part-{len(parts)}.safetensors", {"format": "pt"})
+            save_file(part, folder / f"part-{len(parts)}", {"format": "pt"})
             parts.append(list(part))
             total, part, size = total + size, {}, 0
         part[name], size = tensor, size + tensor.nbytes
     endings = [f"-{i + 1:05}-of-{len(parts):05}" for i in range(len(parts))] if len(parts) > 1 else [""]
-    files = [folder / f"model{ending}.safetensors" for ending in endings]
+    files = [f"model{ending}.safetensors" for ending in endings]
     for i, file in enumerate(files):
-        (folder / f"part-{i}.safetensors").rename(file)
+        (folder / f"part-{i}").rename(folder / file)
     if len(files) > 1:
-        places = {name: file.name for names, file in zip(parts, files, strict=True) for name in names}
+        places = {name: file for names, file in zip(parts, files, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    _write_config(model, folder, weights.spec.config(weights.ignored, list(weights.experts), weights.static))
     return files
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,8 @@ def test_shards_and_what_stays(tmp_path: Path) -> None:
     assert read.keys() == streamed.keys()
     assert all(torch.equal(t.view(torch.uint8), streamed[name].view(torch.uint8)) for name, t in read.items())
     index = json.loads((tmp_path / "new/model.safetensors.index.json").read_text())
+    sizes = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
+    assert max(sizes) <= 200_000 < min(a + b for a, b in pairwise(sizes))
     assert len(files) > 2 and index["metadata"]["total_size"] == sum(t.nbytes for t in read.values())
     assert all(name in load_file(tmp_path / "new" / file) for name, file in index["weight_map"].items())
     told = json.loads((tmp_path / "new/config.json").read_text())
@@ -279,6 +282,35 @@ def test_shards_and_what_stays(tmp_path: Path) -> None:
     assert difference(logits(load(tmp_path / "new")), logits(model)) < 5e-3
     with pytest.raises(ValueError, match="has weights, which engines would load too"):
         export_weights(model, tmp_path / "new", "fp8-tensor")
+
+
+@pytest.mark.parametrize("wrong", ["generation_config", "tensors"])
+def test_all_files_or_none(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be written, the disk that is full, leaves a folder as it was, so that a second try is not refused."""
+    model = trained(llama, "current")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        if wrong == "tensors":
+            patch.setattr("safetensors.torch.save_file", fails_the_second_time(save_file))
+        else:
+            patch.setattr(model.generation_config, "temperature", 0.7)  # without do_sample, as Llama 2's
+        with pytest.raises((ValueError, OSError), match="temperature" if wrong != "tensors" else "no space left"):
+            export_weights(model, tmp_path, "fp8-tensor", shard_bytes=200_000)
+    assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.json"]
+    export_weights(model, tmp_path, "fp8-tensor", shard_bytes=200_000)
+    assert difference(logits(load(tmp_path)), logits(model)) < 5e-3
+
+
+def fails_the_second_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    calls: list[Any] = []
+
+    def wrapped(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError("no space left")
+        return function(*args)
+
+    return wrapped
 
 
 def test_refused_by_name(tmp_path: Path) -> None:
