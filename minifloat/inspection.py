@@ -22,7 +22,7 @@ class Losses(NamedTuple):
         saturation: share of elements at a code of the largest magnitude, their scale not 0. A scale from a block's amax
             that is no power of two puts about one element of each block there: some 1/16 is normal for NVFP4's strips.
         snr: signal-to-noise in dB, over elements that are finite in high precision; infinite without noise, minus
-            infinite where a sum of squares is beyond fp32.
+            infinite where some of them are no longer finite.
         nonfinite: number of elements that are infinite or NaN in high precision.
     """
 
@@ -57,7 +57,11 @@ def measure(x: Tensor, operand: Operand) -> Tensor:
             values, finite = torch.where(finite & ~of_no_group, x, 0), finite | of_no_group
         else:
             values = torch.where(finite, x, 0)
-        noise = operand.dequantize(torch.float32).sub_(values).masked_fill_(~finite, 0)
+        amax = _norms(values, math.inf).amax() if values.numel() else values.new_zeros(()).double()
+        # Squares of 1e-20 underflow in fp32, and those of 1e20 overflow; an exponent that fp16 has will do for fp16.
+        exponent = torch.frexp(amax)[1].double().clamp(min=-15 if x.dtype == torch.float16 else -126)
+        unit = torch.exp2(-exponent)
+        noise = operand.dequantize(torch.float32).sub_(values).masked_fill_(~finite, 0).mul_(unit)
         before, elements, count = _elements(values, operand)
         if fmt.transform == "none":
             elements.masked_fill_(~finite, 0)
@@ -65,12 +69,11 @@ def measure(x: Tensor, operand: Operand) -> Tensor:
             count,
             _norms(before, 0).sum() - _norms(elements, 0).sum(),  # a zero stays one
             _norms((elements > 0.95 * fmt.max).bfloat16(), 0).sum(),  # no other code is so close to the largest
-            _norms(values, 2).square().sum(),
-            _norms(noise, 2).square().sum(),
+            (_norms(values * unit, 2) / unit).square().sum(),
+            (_norms(noise, 2) / unit).square().sum(),
             _norms((~finite).bfloat16(), 0).sum(),
         ]
-        amax = _norms(values, math.inf).amax() if values.numel() else count.new_zeros(())
-        return torch.stack([amax.double(), *(each.double() for each in sums)])
+        return torch.stack([amax, *(each.double() for each in sums)])
 
 
 def _norms(x: Tensor, order: float) -> Tensor:
@@ -105,7 +108,7 @@ def combine(measured: Tensor) -> Tensor:
 def read(measured: Tensor) -> Losses:
     """Reads what :func:`measure` or :func:`combine` gave [7]; waits for the device."""
     amax, count, underflow, largest, signal, noise, nonfinite = measured.tolist()
-    ratio = 0.0 if not signal < math.inf or math.isnan(noise) else math.inf if noise == 0 else signal / noise
-    snr = -math.inf if ratio == 0 else 10 * math.log10(ratio)
+    ratio = math.inf if noise == 0 else signal / noise
+    snr = 10 * math.log10(ratio) if ratio > 0 else -math.inf  # or NaN
     count = max(count, 1)
     return Losses(amax, underflow / count, largest / count, snr, int(nonfinite))

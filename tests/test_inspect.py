@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import minifloat
 from minifloat import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
+from minifloat.tools.inspected import read_lines
 
 RECIPES = ["delayed", "current", "rowwise", "block", "mxfp8", "nvfp4", "mxfp4", "mxfp6", "w4a8"]
 MODULES = {
@@ -130,6 +131,15 @@ def test_steps_are_counted_and_written(tmp_path: Path) -> None:
     found = {(line["role"], line["orientation"]) for line in lines}  # those alone that GEMMs read: there is no dgrad
     assert found == {("X", "rowwise"), ("X", "columnwise"), ("W", "rowwise"), ("dY", "columnwise")}
     assert seen.lines(forget=True) == lines and not seen.lines() and not seen.rows()
+
+
+def test_a_cast_that_overflows_is_the_worst_when_it_is_read_again(tmp_path: Path) -> None:
+    model = Linear(64, 64, bias=False, recipe="mxfp4")
+    x = torch.full((32, 64), 3.38e38)  # finite, and infinite in powers of two
+    seen = _step(model, x, "mxfp4")
+    seen.write(tmp_path)
+    assert {line.place.role: line.losses.snr for line in read_lines(tmp_path)}["X"] == -math.inf
+    assert read_lines(tmp_path)[0].losses.nonfinite == 0
 
 
 def test_a_weight_that_is_kept_for_microbatches_is_seen() -> None:

@@ -50,8 +50,19 @@ def test_no_rows_lose_nothing() -> None:
     assert read(measure(x, Quantizer(parse("e4m3/1x32/e8m0"))(x).any)) == (0, 0, 0, math.inf, 0)
 
 
-def test_scales_that_overflow_give_the_worst_ratio() -> None:
-    assert read(torch.tensor([1.0, 4, 0, 0, 4, math.inf, 0])).snr == -math.inf
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-40, 1e-25, 1e-15, 1e30])
+@pytest.mark.parametrize("spec", ["e4m3/tensor/fp32", "e4m3/1x32/e8m0", "e2m1/1x16/two_level"])
+def test_the_ratio_is_right_of_any_size(spec: str, size: float, dtype: torch.dtype) -> None:
+    x = (torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * size).to(dtype)
+    operand = Quantizer(parse(spec))(x).any
+    noise = (operand.dequantize(torch.float32).double() - x.double()).square().sum()
+    assert read(measure(x, operand)).snr == pytest.approx(float(10 * torch.log10(x.double().square().sum() / noise)))
+
+
+def test_values_that_overflow_give_the_worst_ratio() -> None:
+    x = torch.full((1, 32), 3.38e38)  # 3.97 times the scale, which is cast to 4
+    assert read(measure(x, Quantizer(parse("e2m1/1x32/e8m0"))(x).any)).snr == -math.inf
 
 
 def test_values_are_refused() -> None:

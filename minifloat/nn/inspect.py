@@ -197,13 +197,14 @@ class Inspection:
     def lines(self, forget: bool = False) -> list[dict[str, Any]]:
         """Lists what :meth:`write` writes: a step, the names of a :class:`Place` and its ``Losses``, as JSON has them.
 
-        Numbers that are infinite or NaN are None. With ``forget`` they are given once, and neither :meth:`rows` nor a
-        later call has them: a long run need not hold them.
+        An SNR of minus infinity is "-inf", other numbers that are infinite or NaN are None. With ``forget`` they are
+        given once, and neither :meth:`rows` nor a later call has them: a long run need not hold them.
         """
         self._fetch()
         lines = []
         for (step, place), sums in self._measured.items():
-            of = {name: value if math.isfinite(value) else None for name, value in read(sums)._asdict().items()}
+            of: dict[str, Any] = read(sums)._asdict()
+            of = {name: v if math.isfinite(v) else "-inf" if v < 0 else None for name, v in of.items()}
             lines.append({"step": step, **place._asdict(), **of})
         if forget:
             self._measured = {}

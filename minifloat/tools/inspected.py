@@ -45,6 +45,7 @@ def read_lines(folder: Path) -> list[Line]:
             if each["snr"] is None:
                 each["snr"] = -math.inf if each["nonfinite"] else math.inf
             place = Place(*(each[name] for name in Place._fields))
+            each["snr"] = float(each["snr"])  # of "-inf", too
             numbers: Any = (math.nan if each[name] is None else each[name] for name in Losses._fields)
             casts[step := each["step"]] += 1
             lines.append(((step, casts[step], rank), Line(step, rank, place, Losses(*numbers))))
