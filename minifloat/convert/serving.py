@@ -144,10 +144,13 @@ class _Weights:
         self.entries: list[_Weight | tuple[str, Tensor]] = []
         self.mixtral = getattr(getattr(model, "config", None), "model_type", "") == "mixtral"
         modules = named_modules(model)
-        if any("lora_" in name for named in modules for name in named.names):
-            raise ValueError(
-                "export_weights: the model has adapters; revert it, merge_and_unload(), and convert it again"
-            )
+        for (name, *_), module in modules:
+            bases = {base.__module__.partition(".")[0] for base in type(module).__mro__}
+            if "peft" in bases or "lora_" in name:
+                raise ValueError(
+                    f"export_weights: the model has adapters ({name or 'it'} is a {type(module).__name__}); revert it, "
+                    "merge_and_unload(), and convert it again"
+                )
         owners: dict[int, tuple[LinearState, int]] = {}
         layers = [named.module for named in modules if isinstance(named.module, LinearState)]
         for layer in layers:

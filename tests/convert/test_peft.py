@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from minifloat.convert import ConversionReport, convert, revert
+from minifloat.convert import ConversionReport, convert, export_weights, revert
 from minifloat.functional import count_gemms
 from minifloat.recipe import named
 from minifloat.tensor import QuantizedTensor, quantize
@@ -250,3 +250,23 @@ def test_saving_and_reloading_a_quantized_model(tmp_path: Path) -> None:
     merged = adapted.merge_and_unload(safe_merge=True)
     assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
     torch.testing.assert_close(logits(merged), y)
+
+
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        peft.LoraConfig(target_modules=["q_proj"]), peft.LoHaConfig(target_modules=["q_proj"]),
+        peft.OFTConfig(target_modules=["q_proj"]), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    ],
+    ids=lambda adapters: type(adapters).__name__,
+)  # fmt: skip
+def test_engines_get_no_adapters(adapters: Any, tmp_path: Path) -> None:
+    """Weights beside adapters are not those of the model, whatever kind they are and wherever they are put."""
+    model = llama()
+    convert_blocks(model, "current")
+    with pytest.raises(ValueError, match=r"has adapters \(.*merge_and_unload"):
+        export_weights(peft.get_peft_model(model, adapters), tmp_path, "fp8-tensor")
+    if not isinstance(adapters, peft.PromptTuningConfig):  # which is no part of the model below
+        with pytest.raises(ValueError, match=r"has adapters \(model.layers.0.self_attn.q_proj is a "):
+            export_weights(model, tmp_path, "fp8-tensor")
