@@ -4,7 +4,6 @@ from minifloat.arguments import checked
 from minifloat.comm import sharded_cast as _cast
 from minifloat.comm.group import Group, ShardMap
 from minifloat.functional import tensor_parallel as _gather
-from minifloat.functional.tensor_parallel import gathered_once
 from minifloat.nn.expert_parameters import ep_parameters
 from minifloat.nn.tensor_parallel import etp_parameters
 from minifloat.parallel.data_parallel import data_parallel, reduce_replicated
@@ -25,7 +24,7 @@ quantize_shard = checked(_cast.quantize_shard)
 
 __all__ = [
     "Group", "ShardMap", "data_parallel", "ep_parameters", "etp_parameters", "full_state_dict", "fully_shard",
-    "gather", "gathered_once", "load_full_state_dict", "load_sharded_optimizer_state_dict", "load_sharded_state_dict",
-    "parallelize", "prepare_shard", "quantize_shard", "reduce_replicated", "sharded_optimizer_state_dict",
-    "sharded_state_dict", "sharded_weights", "start_gather",
+    "gather", "load_full_state_dict", "load_sharded_optimizer_state_dict", "load_sharded_state_dict", "parallelize",
+    "prepare_shard", "quantize_shard", "reduce_replicated", "sharded_optimizer_state_dict", "sharded_state_dict",
+    "sharded_weights", "start_gather",
 ]  # fmt: skip

@@ -21,10 +21,8 @@ from minifloat.functional.spec import Given, Spec
 from minifloat.functional.tensor_parallel import (
     Gathered,
     TensorParallel,
-    offer,
     one_orientation,
     prepare_shard,
-    shared_whole,
 )
 from minifloat.functional.weight_source import WeightSource
 from minifloat.operand import Operand, Quantized
@@ -243,10 +241,10 @@ class ColumnSequence(Column):
             assert x is not None
             part = self._quantize_part(spec, x, spec.x, "input", given.delayed, known.scale, known.amaxes)
             part = part if known.label is None else known.label(part)
-        gathered = shared_whole(part) or self.gather(part, rowwise=True)
+        gathered = self.gather(part, rowwise=True)
         if w is None:
             (w,) = spec.casts.w((high_precision(spec, weight),), given.delayed)
-        return offer(part, gathered), w, part
+        return gathered, w, part
 
     def load_x(self, spec: Spec, x: Operand, scale: Tensor | None) -> Gathered:
         """The X of all ranks, whose gather begins."""

@@ -8,18 +8,15 @@ the same three.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minifloat.autocast import DelayedCall
 from minifloat.comm.collectives import Pending
-from minifloat.comm.group import Group, ShardMap
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import as_output, first_order, guarded, replayed
 from minifloat.functional.exchange import UNKNOWN, Exchange, KnownOfX, waited
@@ -28,8 +25,6 @@ from minifloat.functional.spec import Given, Spec
 from minifloat.functional.weight_source import WeightSource
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
-from minifloat.quantizer import Quantizer
-from minifloat.tensor import QuantizedTensor
 
 
 class LinearCall(NamedTuple):
@@ -67,24 +62,15 @@ class LinearFunction(torch.autograd.Function):
         x_scale = delayed_scale(given.delayed, "input", keep=True) if spec.saves_value else None
         known = UNKNOWN if x_scale is None else KnownOfX(x_scale)
 
-        def compute() -> tuple[list[Any], tuple[list[Any], Sequence[Any]]]:
+        def compute() -> tuple[list[Any], list[Any]]:
             x_operands, w_operands, own_x = exchange.quantize_inputs(spec, source, given, x, weight, known)
             y = exchange.fprop(spec, x_operands, w_operands, bias, *given.out)
             saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
             saved, layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
-            if inputs and given.shares_x:
-                shared, of_shared = pack(*own_x)
-                return [y, *saved, *shared], (layouts, of_shared)
-            if given.shares_x:
-                given.x = own_x
-            return [y, *saved], (layouts, ())
+            return [y, *saved], layouts
 
         inputs = spec.forward and forward_inputs([(spec, exchange, source, given)], x, weight, bias)
-        results = replayed(spec.forward, given.shares_x, inputs, compute) if inputs else compute()
-        (y, *saved), (ctx.layouts, of_shared) = results
-        if of_shared:
-            saved, shared = saved[:-8], saved[-8:]
-            given.x = Quantized(*unpack(of_shared, shared))
+        (y, *saved), ctx.layouts = replayed(spec.forward, None, inputs, compute) if inputs else compute()
         ctx.spec, ctx.exchange, ctx.source, ctx.delayed, ctx.x_shape = spec, exchange, source, given.delayed, x.shape
         ctx.save_for_backward(*saved, x_scale)
         return output(spec, exchange, y, x.shape, given.delayed)
@@ -150,83 +136,6 @@ def grad_input(spec: Spec, dx: Tensor, x_shape: Sequence[int], delayed: DelayedC
         dx = as_output(dx, x_shape)
     quantizes = spec.options.quantize_grad_input
     return as_quantized_tensor(dx, spec.config.grad_input, "grad_input", delayed) if quantizes else dx
-
-
-# ---- one cast for siblings: linears that are given the same input one after the other (q, k, v; gate, up) ----
-
-Gatherers = tuple[Group, ShardMap | None]
-"""Group that gathers an input, and the rows that each rank has of it."""
-
-InputCast = tuple[torch.dtype, Quantizer, tuple[int, ...], Gatherers | None]
-"""Cast of an input: the dtype that it has first, the quantizer, the dims along which it gives values
-(``Spec.emit_bf16``), and who gathers it, if ranks do: then the operands are this rank's part."""
-
-
-class _Latest(NamedTuple):
-    """The operands of one input, and which layers have read them."""
-
-    source: ReferenceType[Tensor]
-    version: int
-    cast: InputCast
-    capturing: bool  # into a CUDA graph: such operands have values in a replay only, others are constants to it
-    operands: Quantized
-    readers: list[nn.Module]  # not their ids, which other modules have later, on some ranks and not on others
-
-
-class _Slot:
-    """Latest input of one thread: a plain object, which whoever frees the input can empty, in any thread."""
-
-    def __init__(self) -> None:
-        self.latest: _Latest | None = None
-
-    def forget(self, source: ReferenceType[Tensor]) -> None:
-        """Called when the input is freed."""
-        if self.latest is not None and self.latest.source is source:
-            self.latest = None
-
-
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.slot = _Slot()
-
-
-_local = _PerThread()
-
-
-def find_operands(x: Tensor, cast: InputCast, reader: nn.Module) -> Quantized | None:
-    """The operands that another layer just made of this very ``x``, if they are the same.
-
-    All ranks find the same, since they run the same. For eager code alone: in a compiled graph casts of one tensor are
-    common subexpressions.
-
-    A layer that comes a second time is no sibling but a new call: ``x`` may be a buffer that was filled anew in a way
-    that PyTorch does not count.
-    """
-    latest = _local.slot.latest
-    if latest is None or latest.source() is not x or x.is_inference() or reader in latest.readers:
-        return None
-    if latest.version != x._version or latest.cast != cast or latest.capturing != _capturing(x):
-        return None
-    latest.readers.append(reader)
-    return latest.operands
-
-
-def keep_operands(x: Tensor, cast: InputCast, operands: Quantized | None, reader: nn.Module) -> None:
-    """Offers operands of ``x`` to the next layers, until ``x`` is freed or another tensor is quantized.
-
-    ``cast``: with a quantizer whose casts siblings would repeat bit for bit (:func:`is_shared`). Eager code alone, as
-    :func:`find_operands`.
-    """
-    slot = _local.slot
-    if operands is None or isinstance(x, QuantizedTensor) or x.is_inference():
-        return
-    if slot.latest is None or slot.latest.operands is not operands:  # else they were found here
-        capturing = x.is_cuda and _capturing(x)
-        slot.latest = new(_Latest, (ref(x, slot.forget), x._version, cast, capturing, operands, [reader]))
-
-
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 # ---- what backward saves, and what a recorded pass reads ----

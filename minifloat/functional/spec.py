@@ -46,7 +46,6 @@ class Spec:
         saves_x: what backward gets of X.
         saves_value: backward reads X itself, or casts it again.
         again: casts that value, for wgrad; None: it is read as it was saved.
-        shares_x: the operands of X serve siblings: they are the same, and do not live as long as the graph.
         recompute_x: as of the options, where that may be.
         emit_bf16: dims along which X and W are cast for an emulated product alone, and may be values in lieu of codes.
         casts: prepared; what they launch is recorded in them.
@@ -67,7 +66,6 @@ class Spec:
     saves_x: Saved
     saves_value: bool
     again: Quantizer | None
-    shares_x: bool
     recompute_x: bool
     emit_bf16: tuple[int, ...]
     casts: LinearCasts
@@ -84,16 +82,14 @@ class Given:
 
     Args:
         delayed: where delayed scaling reads its scales and records its amaxes.
-        x, w: operands that exist already: of a quantized tensor, a cached weight, a sibling's input.
+        x, w: operands that exist already: of a quantized tensor, a cached weight.
         out: memory for Y, if the caller has some.
-        shares_x: forward leaves the operands of X here, for siblings to come.
     """
 
     delayed: DelayedCall | None = None
     x: Quantized | None = None
     w: Quantized | None = None
     out: tuple[Tensor, ...] = ()
-    shares_x = False
 
 
 def make_spec(config: LinearConfig, options: Options) -> Spec:
@@ -134,16 +130,10 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
         config, options, x, w, dy, casts_w=w.quantized, override=override, saves_x=saves_x, saves_value=saves_value,
         along=ROWWISE if override == "dequantized" else COLUMNWISE,
         again=config.input.with_usage(rowwise=False) if recasts else None,
-        shares_x=not saves_value and is_shared(x), recompute_x=recompute_x, emit_bf16=emit_bf16, casts=casts,
+        recompute_x=recompute_x, emit_bf16=emit_bf16, casts=casts,
         forward=forward, backward=backward, eager=eager, multiply=multiply,
         multiply_rows=gemm.multiply_rows if options.batch_invariant else multiply,
     )  # fmt: skip
-
-
-def is_shared(quantizer: Quantizer) -> bool:
-    """Whether siblings would make the same operands: quantized, neither by a layer's own scale nor at random."""
-    formats = [fmt for fmt, _ in quantizer.casts]
-    return quantizer.quantized and all(f.scale_rule != "given" and f.rounding != "stochastic" for f in formats)
 
 
 def _bf16_dims(config: LinearConfig, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:

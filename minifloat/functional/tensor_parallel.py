@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -200,55 +198,3 @@ class Gathered:
 def one_orientation(operand: Operand) -> Quantized:
     """Returns ``operand`` alone, in its place."""
     return Quantized(operand, None) if operand.dim == ROWWISE else Quantized(None, operand)
-
-
-# ---- one gather for siblings: linears that are given the same input one after the other (q, k, v; gate, up) ----
-
-
-class _SharedGather(threading.local):
-    """Part and what was gathered of it, of one thread and inside of a scope."""
-
-    def __init__(self) -> None:
-        self.scopes = 0
-        self.whole: tuple[Quantized, Quantized] | None = None
-
-
-_shared = _SharedGather()
-
-
-@contextmanager
-def gathered_once() -> Iterator[None]:
-    """Lets column-parallel linears that read one X in sequence gather it once.
-
-        with gathered_once():
-            q, k, v = self.query(x), self.key(x), self.value(x)
-
-    Under sequence parallelism a linear frees what it gathers right after its product, since nobody knows whether
-    another one will read it; here it stays until another tensor is gathered or the context ends. Only what
-    siblings would gather alike is shared: not under delayed scaling, which has a scale for each layer, not in high
-    precision, not in compiled code. In backward each gathers X again.
-    """
-    if torch.compiler.is_compiling():
-        yield
-        return
-    _shared.scopes += 1
-    try:
-        yield
-    finally:
-        _shared.scopes -= 1
-        _shared.whole = None
-
-
-def shared_whole(part: Quantized) -> Quantized | None:
-    """Returns what a sibling has just gathered of this very ``part``, rowwise."""
-    whole = None if torch.compiler.is_compiling() else _shared.whole
-    return whole[1] if whole is not None and whole[0] is part else None
-
-
-def offer(part: Quantized, whole: Quantized | Gathered) -> Quantized | Gathered:
-    """Returns what fprop reads of ``whole``, gathered of ``part``; in :func:`gathered_once` it stays for siblings."""
-    if torch.compiler.is_compiling() or isinstance(whole, Quantized) or not _shared.scopes:
-        return whole
-    _shared.whole = None  # the one before is freed before this one arrives
-    _shared.whole = part, Quantized(whole.along(ROWWISE), None)
-    return _shared.whole[1]

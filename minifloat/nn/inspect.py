@@ -126,8 +126,8 @@ class Inspection:
         def seen(kind: str, x: Tensor, made: Quantized) -> None:
             self._observe(step, label, kind, x, made)
 
-        # Every layer casts its own X, nothing is replayed, and no operand is left as values.
-        watched = replace(spec, forward=None, backward=None, shares_x=False, emit_bf16=(), seen=seen)
+        # Nothing is replayed, and no operand is left as values.
+        watched = replace(spec, forward=None, backward=None, emit_bf16=(), seen=seen)
         casts = LinearCasts(*(_WatchedCasts(each, spec.options.device, watched) for each in spec.casts))
         return replace(watched, casts=casts)
 

@@ -17,7 +17,7 @@ from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output, exporting
 from minifloat.functional.etp.rows import Reduction
-from minifloat.functional.linear import LinearFunction, apply_eagerly, find_operands, keep_operands
+from minifloat.functional.linear import LinearFunction, apply_eagerly
 from minifloat.functional.quantize import Mode, as_quantized_tensor, calibrate, reuse
 from minifloat.nn import linear_call, options
 from minifloat.nn.linear_call import needs_eager, run_eager
@@ -175,20 +175,13 @@ class Linear(LinearState, nn.Linear):
             self, recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, exchange,
             input_is_quantized=isinstance(x, QuantizedTensor),
         )  # fmt: skip
-        (spec, exchange, _, given), source, x = linear, x, x.to(dtype)
-        ranks = (exchange.group, exchange.shards) if exchange.gathers_x else None
-        if ranks is None and isinstance(x, QuantizedTensor):
+        (spec, exchange, _, given), x = linear, x.to(dtype)
+        if not exchange.gathers_x and isinstance(x, QuantizedTensor):
             given.x = reuse(x, spec.x) if spec.eager else reuse_traced(x, spec.x)
-        shares = spec.eager and spec.shares_x and given.x is None
-        cast = dtype, spec.x, spec.emit_bf16, ranks
-        if shares:
-            given.x, given.shares_x = find_operands(source, cast, self), True
         run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
         y = run(*linear, x, weight, bias)
         if fp8_output and not spec.eager:
             y = as_quantized_tensor(y, spec.config.output, "output", given.delayed, type(self).__name__)
-        if shares:
-            keep_operands(source, cast, given.x, self)
         if given.delayed is not None:
             given.delayed.forward_finished()
         if used.check_finite:

@@ -24,7 +24,6 @@ from minifloat.delayed import AmaxHistory
 from minifloat.functional import count_gemms
 from minifloat.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, named
 from tests.helpers.convert_model import IDS, INSIDE, Block, Model, assert_same_step, everything, small_too, step
-from tests.helpers.count_casts import CountCasts
 from tests.helpers.sample import first_by_default
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -199,24 +198,6 @@ def test_warns_where_nothing_was_converted() -> None:
         warnings.simplefilter("error")
         assert not convert(model, "none").warnings
         small_too(model, "current")
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_siblings_share_one_cast(recipe: str) -> None:
-    """q, k, v and gate, up of a converted block cast their input once; delayed scaling has a scale for each."""
-    block = Block(32, nn.Linear)
-    with torch.no_grad():
-        convert(block, recipe, everything)
-        weights = 7
-        inputs = 7 if recipe == "delayed" else 4  # q k v, o, gate up, down
-        single = nn.Linear(32, 32)
-        convert(single, recipe, everything)
-        with CountCasts() as alone:
-            single(torch.randn(2, 16, 32))
-        with CountCasts() as casts:
-            block(torch.randn(2, 16, 32))
-    of_one = alone.formats.total() // 2  # casts of an input, and as many of a weight
-    assert casts.formats.total() == of_one * (weights + inputs)
 
 
 # ---- Rules and filters ----------------------------------------------------------------------------------------------

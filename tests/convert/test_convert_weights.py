@@ -195,7 +195,7 @@ def test_frozen_quantized_weights_are_never_cast_again(recipe: str) -> None:
             saved.append(t)
             return t
 
-        x = values.clone().requires_grad_()  # whose cast would be shared
+        x = values.clone().requires_grad_()
         torch.manual_seed(1)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
         with hooks, count_gemms() as gemms, CountCasts() as casts:
