@@ -142,6 +142,15 @@ def test_a_cast_that_overflows_is_the_worst_when_it_is_read_again(tmp_path: Path
     assert read_lines(tmp_path)[0].losses.nonfinite == 0
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_element_is_counted_once(recipe: str) -> None:
+    model = nn.Sequential(Linear(64, 96, bias=False), Linear(96, 32, bias=False))
+    seen = _step(model, torch.randn(32, 64, requires_grad=True), recipe)
+    sizes = {"X": (32 * 64, 32 * 96), "W": (96 * 64, 32 * 96), "dY": (32 * 96, 32 * 32)}
+    for (_, place), sums in seen._measured.items():
+        assert sums[1] == sizes[place.role][int(place.layer)], place
+
+
 def test_a_weight_that_is_kept_for_microbatches_is_seen() -> None:
     model = Linear(64, 64, recipe="current")
     with minifloat.inspect(model, every=1) as seen:

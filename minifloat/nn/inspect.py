@@ -22,7 +22,7 @@ from minifloat.formats import ROWWISE
 from minifloat.functional.quantize import RoleCasts
 from minifloat.functional.spec import LinearCasts, Spec
 from minifloat.inspection import Losses, combine, measure, read
-from minifloat.operand import Operand, Quantized
+from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
 
@@ -139,10 +139,10 @@ class Inspection:
     def _observe(self, step: int, layer: str, kind: str, x: Tensor, made: Quantized) -> None:
         if isinstance(x, QuantizedTensor) or x.is_meta or (kind != "grad_output" and recompute.recomputes()):
             return  # a recomputation casts once more what the forward cast
-        for operand in made:
-            if not isinstance(operand, Operand) or operand.codes.dtype != torch.uint8:
-                continue
-            if operand.format.symmetric and operand is not made.any:
+        row, column = made
+        twice = row is not None and column is not None and row.format == column.format and row.format.symmetric
+        for operand in made[:1] if twice else made:
+            if operand is None or operand.codes.dtype != torch.uint8:
                 continue
             orientation = "rowwise" if operand.dim == ROWWISE else "columnwise"
             place = Place(layer, _ROLES[kind], "both" if operand.format.symmetric else orientation)
