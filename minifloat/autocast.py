@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minifloat import delayed
 from minifloat.arguments import checked
+from minifloat.comm.dtensor_ddp import pipelines, watch_pipelines
 from minifloat.delayed import AmaxHistory, Member, Region, in_order
 from minifloat.quantizer import as_matrix
 from minifloat.recipe import (
@@ -91,6 +92,8 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         self.batch_invariant = batch_invariant
         if batch_invariant:
             used.batch_invariant = True
+        if not torch.compiler.is_compiling():
+            watch_pipelines()
         self.region = Region()
 
     def __enter__(self) -> autocast:
@@ -266,6 +269,8 @@ class DelayedCall:
         context: autocast | None, scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         compiling = self.compiling = torch.compiler.is_compiling()
+        if pipelines.learn_shapes:
+            records = backward = False
         forward = states[0].history(recipe, True, compiling, records)
         self.states = states
         self.histories = (

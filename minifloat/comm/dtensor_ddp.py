@@ -1,12 +1,14 @@
-"""PyTorch's ways to split a model, as layers know them: DTensors, and the ``DistributedDataParallel`` around.
+"""PyTorch's ways to split a model, as layers know them: DTensors, the ``DistributedDataParallel`` around, pipelines.
 
-The class DTensor is slow to import, so that only FSDP2's users pay for it. DDP is asked by private names, here alone.
+DTensor and pipelines are slow to import, so that only their users pay for it. Private names are asked here alone.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -157,3 +159,25 @@ def check_no_join() -> None:
             "DistributedDataParallel.join() do not take part in: give all ranks the same number of batches, or use "
             "DelayedScaling(reduce_amax=False)"
         )
+
+
+pipelines = SimpleNamespace(learn_shapes=False)
+"""State of PyTorch's, which compiled code guards; ``learn_shapes``: layers run on memory as it was found."""
+
+
+def watch_pipelines() -> None:
+    """Keeps ``pipelines.learn_shapes`` from here on, if pipelines are imported: their first step learns shapes."""
+    stage: Any = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "PipelineStage", None)
+    learn = getattr(stage, "_forward_metadata_inference", None)  # PyTorch 2.11 has none, and learns without gradients
+    if learn is None or hasattr(learn, "__wrapped__"):
+        return
+
+    @functools.wraps(learn)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        pipelines.learn_shapes = True
+        try:
+            return learn(*args, **kwargs)
+        finally:
+            pipelines.learn_shapes = False
+
+    stage._forward_metadata_inference = watched

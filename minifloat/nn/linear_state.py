@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minifloat.arguments import check_value, checked
 from minifloat.autocast import DelayedCall, check_finite, checks_finite, first_equal, watch_gradient
-from minifloat.comm.dtensor_ddp import check_synchronized
+from minifloat.comm.dtensor_ddp import check_synchronized, watch_pipelines
 from minifloat.delayed import AmaxHistory, history_length
 from minifloat.functional.etp.weight import EtpWeightSource
 from minifloat.functional.exchange import LOCAL, Exchange
@@ -164,6 +164,7 @@ class LinearState(QuantizedWeights):
 
     def _init_state(self, recipe: RecipeLike | None, name: str) -> None:
         """Sets all that an ``nn.Linear`` lacks, which may become one of these by having its class changed."""
+        watch_pipelines()
         kind = type(self)
         defaults = {key: getattr(kind, key) for key in LinearState.__annotations__ if key in vars(LinearState)}
         own: dict[str, Any] = {"_configs": LinearConfigs(), "_wgrad_tasks": [], "_wgrad_hooks": [], "_partitions": {}}
