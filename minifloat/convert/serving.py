@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from minifloat.arguments import PositiveFloat, checked
 from minifloat.autocast import DelayedCall
@@ -59,7 +61,8 @@ def export_weights(
 
     Args:
         model: converted, or made of this library's linears; its weights may be kept quantized. Layers without a recipe
-            of their own take that of the ``autocast`` that surrounds the call.
+            of their own take that of the ``autocast`` that surrounds the call. Of a compiled, averaged or data parallel
+            one what it wraps is written.
         folder: made where it is missing; it gets all files or, if something raises, none.
         layout: ``"fp8-block"`` (``weight_scale_inv``, DeepSeek's), ``"mxfp4"`` (experts of gpt-oss), or one of
             ``compressed-tensors``: ``"fp8-tensor"``, ``"fp8-channel"``, ``"fp8-block-compressed"``, ``"mxfp8"`` and
@@ -81,7 +84,7 @@ def export_weights(
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".") as made:  # what is not whole is nowhere to be loaded
         new = Path(made)
-        _write_config(model, new, weights.spec.config(weights.ignored, list(weights.experts), weights.static))
+        _write_config(weights.model, new, weights.spec.config(weights.ignored, list(weights.experts), weights.static))
         names = _write_tensors(weights.tensors(), new, shard_bytes)
         for file in sorted(new.iterdir(), key=lambda file: file.name == "config.json"):
             file.rename(folder / file.name)
@@ -142,6 +145,12 @@ class _Weights:
         self.experts: dict[str, None] = {}  # in high precision
         self.levels: dict[str, Tensor] = {}  # amaxes that fused linears are to share
         self.entries: list[_Weight | tuple[str, Tensor]] = []
+        while (
+            isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel))
+            or "_orig_mod" in model._modules
+        ):
+            model = model._modules.get("_orig_mod") or model.module  # type: ignore[assignment]
+        self.model = model
         self.mixtral = getattr(getattr(model, "config", None), "model_type", "") == "mixtral"
         modules = named_modules(model)
         for (name, *_), module in modules:
@@ -150,6 +159,11 @@ class _Weights:
                 raise ValueError(
                     f"export_weights: the model has adapters ({name or 'it'} is a {type(module).__name__}); revert it, "
                     "merge_and_unload(), and convert it again"
+                )
+            if "_fsdp_wrapped_module" in module._modules:
+                raise ValueError(
+                    f"export_weights: {name or 'it'} is wrapped in FullyShardedDataParallel; load its state dict "
+                    "(FullStateDictConfig) into a model that is not, and export that"
                 )
         owners: dict[int, tuple[LinearState, int]] = {}
         layers = [named.module for named in modules if isinstance(named.module, LinearState)]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import minifloat
 from minifloat import GroupedLinear, Linear, Operand, quantized_model_init
@@ -311,6 +314,31 @@ def fails_the_second_time(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args)
 
     return wrapped
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_wrapped_models(tmp_path: Path) -> None:
+    """Files of what is wrapped by compilers, averages and data parallelism; FSDP1's flat shards are refused."""
+    model = llama()
+    convert(model, "current", lambda module, name: "_proj" in name)
+    wanted = dict(quantized_weights(model, "fp8-tensor"))
+    parallel = nn.parallel.DistributedDataParallel(torch.compile(model))  # type: ignore[arg-type]
+    for i, wrapped in enumerate((torch.compile(model), parallel, nn.DataParallel(model), AveragedModel(model))):
+        export_weights(wrapped, tmp_path / str(i), "fp8-tensor")  # type: ignore[arg-type]
+        found = load_file(tmp_path / str(i) / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(t.view(torch.uint8), wanted[name].view(torch.uint8)) for name, t in found.items())
+        assert json.loads((tmp_path / str(i) / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    model.model.layers[0] = FullyShardedDataParallel(model.model.layers[0], device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"model.layers.0 is wrapped in FullyShardedDataParallel"):
+        quantized_weights(model, "fp8-tensor")
 
 
 def test_refused_by_name(tmp_path: Path) -> None:
