@@ -259,10 +259,51 @@ def test_rows_have_the_bytes_of_the_whole(name: str, usage: str) -> None:
 
 def test_rows_that_break_blocks_give_values() -> None:
     t = make("block_tiles", shape=(256, 256))
-    assert type(t[:100]) is Tensor and type(t[:, :128]) is Tensor
-    assert [type(piece) for piece in t.split([128, 100, 28])] == [Tensor] * 3  # one kind for all pieces
+    assert not any(isinstance(part, QuantizedTensor) for part in (t[:100], t[:, :128]))
+    assert not any(isinstance(piece, QuantizedTensor) for piece in t.split([128, 100, 28]))  # one kind for all pieces
     assert type(make("mxfp8", "rowwise", (37, 53))[:5]) is QuantizedTensor  # strips lie within rows
     assert type(make("mxfp8", "both", (37, 53))[32:]) is QuantizedTensor  # the last block may be a short one
+
+
+BROKEN_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda t: t[3:10],
+    "one_row": lambda t: t[3],
+    "columns": lambda t: t[:, :32],
+    "diagonal": Tensor.diagonal,
+    "strided": lambda t: t.as_strided((4, 4), (65, 2), 3),
+    "piece": lambda t: t.chunk(3)[1],
+    "of_a_view": lambda t: t.detach().t()[:8].t().data[5:],
+    "expanded": lambda t: t[:, 5].expand(2, 256),
+}
+
+
+@each_twice
+@pytest.mark.parametrize("name", ["hybrid", "block_tiles", "mxfp8", "nvfp4_tiles"])
+@pytest.mark.parametrize("view", BROKEN_VIEWS)
+def test_writing_to_a_view_that_breaks_blocks_raises(name: str, view: str) -> None:
+    t = make(name, shape=(256, 64))
+    values, part = t.dequantize(), BROKEN_VIEWS[view](t)
+    shown = BROKEN_VIEWS[view](values)
+    assert same(part, shown) and part.tolist() == shown.tolist() and str(part)[:12]
+    assert same(copy.deepcopy(part), shown) and same(pickle.loads(pickle.dumps(part)), shown)
+    assert type(part + 0) is Tensor and same(part.float(), shown.float())
+    writes: list[Callable[[], Any]] = [
+        lambda: part.zero_(),
+        lambda: torch.nn.init.normal_(part),
+        lambda: torch._foreach_add_([part], 1),
+        lambda: torch.add(shown, 1, out=part),
+        lambda: part.__setitem__(0, 1),
+    ]
+    for write in writes:
+        with pytest.raises(NotImplementedError, match=r"would be lost.*\[index\] = values"):
+            write()
+    assert same(t, values)
+
+
+def test_a_view_that_breaks_blocks_has_a_gradient() -> None:
+    t = nn.Parameter(make("mxfp8", shape=(64, 64)))
+    t[3:10].sum().backward()
+    assert t.grad is not None and type(t.grad) is Tensor and t.grad.sum() == 7 * 64
 
 
 @in_each_kind

@@ -269,8 +269,47 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs the operation on the values, in high precision."""
-    args, kwargs = tree_map_only(CodedTensor, lambda t: t._values(), (args, kwargs))
-    return func(*args, **kwargs)
+    values, named = tree_map_only(CodedTensor, lambda t: t._values(), (args, kwargs))
+    result = func(*values, **named)
+    if func.is_view and isinstance(args[0], CodedTensor) and args[0]._operands.any.format.quantized:
+        return tree_map_only(Tensor, partial(ReadOnlyView.of, args[0]._whose), result)
+    return result
+
+
+class ReadOnlyView(torch.Tensor):
+    """Values that a view of a quantized tensor shows where codes cannot: a write would be lost, and raises."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    shown: Tensor  # in the same memory
+    whose: str
+
+    @staticmethod
+    def of(whose: str, values: Tensor) -> Tensor:
+        """Makes one of ``values``, but in a graph, which is to return plain tensors."""
+        if type(values) is not Tensor:
+            return values
+        self: ReadOnlyView = torch.Tensor._make_subclass(ReadOnlyView, values)
+        self.shown, self.whose = values, whose
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for view in written_by(func, args, kwargs or {}):
+            if isinstance(view, ReadOnlyView):
+                raise NotImplementedError(
+                    f"{view.whose} has no codes for a view of shape {tuple(view.shape)}, as for rows of whole blocks: "
+                    f"what {func} writes would be lost. Write to the whole, as in weight[index] = values, or "
+                    "values = weight.dequantize(), change them, weight.copy_(values)"
+                )
+        values, named = tree_map_only(ReadOnlyView, lambda view: view.shown, (args, kwargs or {}))
+        result = func(*values, **named)
+        return tree_map_only(Tensor, partial(ReadOnlyView.of, args[0].whose), result) if func.is_view else result
+
+
+for _name in ("tolist", "__reduce_ex__", "__deepcopy__"):  # which know no subclass
+    setattr(ReadOnlyView, _name, lambda self, *args, _name=_name: getattr(self.shown, _name)(*args))
 
 
 def quantize_all_(

@@ -74,7 +74,7 @@ class QuantizedTensor(CodedTensor):
     """Tensor of shape [..., K], or a view of it, that stores quantized operands of [M, K]; :func:`quantize` makes it.
 
     Views that the quantized form cannot hold (columns, rows that break blocks) are copies of the values: writing to
-    them does not reach this tensor; ``t[index] = value`` does. ``zeros_like`` and similar functions return high
+    them raises; ``t[index] = value`` reaches this tensor. ``zeros_like`` and similar functions return high
     precision, as an optimizer's state needs; ``new_zeros``, ``new_empty`` and, to a device, ``empty_like`` are
     quantized. A change of dtype dequantizes, but a parameter (``module.to(dtype)``) stays quantized and changes its
     logical dtype.
