@@ -167,6 +167,7 @@ class Master:
         """Takes what :meth:`state` gave."""
         if self.remainder is not None:
             self.remainder.copy_(saved["remainder"])
+            self.release()  # values made for this, of a parameter that was frozen until now
             self.mark_unknown()  # the parameter may not have been loaded
         else:
             self.values.copy_(saved["master"])

@@ -116,8 +116,10 @@ class MasterWeights(torch.optim.Optimizer):
                     loss = self.inner.step()
                 else:
                     loss = self.inner.step(self._reevaluation(closure, gradients))
-                if not all(_is_noop_step(group) for group in self.inner.param_groups):
-                    write(self._with_gradient(), in_graph)
+                stepped = self._with_gradient()
+                if not capturing() and all(_at_rest(group) for group in self.inner.param_groups):
+                    stepped = [master for master in stepped if not master.is_written()]
+                write(stepped, in_graph)
             finally:
                 gradients.restore()
                 self.inner.__dict__.pop("found_inf", None)
@@ -325,8 +327,8 @@ class _SteppedGradients:
         self._replaced.clear()
 
 
-def _is_noop_step(group: dict[str, Any]) -> bool:
-    """Whether a step changes no master, such as the one by which PyTorch gives an optimizer state to be loaded.
+def _at_rest(group: dict[str, Any]) -> bool:
+    """Whether a step should change no master, such as the one by which PyTorch gives an optimizer state to be loaded.
 
     Writing parameters then would cast them anew, with another delayed scale than their codes have been loaded with.
     """

@@ -233,6 +233,60 @@ def test_closures_see_the_parameters_of_the_latest_masters() -> None:
     assert len({tuple(s.flatten().tolist()) for s in seen}) > 2
 
 
+def test_closures_start_main_grad_anew() -> None:
+    """What an evaluation sums up is not counted in the next one, neither for what has a master nor for what has none."""
+    target = torch.randn(8, 8)
+    params = [nn.Parameter(torch.zeros(8, 8, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    plain = shadows(params)
+    for p in params:
+        p.main_grad = torch.zeros(8, 8)
+
+    def closure(opt: torch.optim.Optimizer, weights: list[nn.Parameter]) -> Tensor:
+        opt.zero_grad(set_to_none=False)
+        loss = torch.zeros(())
+        for p in weights:
+            error = p.detach().bfloat16().float() - target
+            if weights is params:
+                p.main_grad.add_(2 * error)
+                p.grad_added_to_main_grad = True
+            else:
+                p.grad = 2 * error
+            loss += error.square().sum()
+        return loss
+
+    optimizer, reference = MasterWeights(params, torch.optim.LBFGS, max_iter=4), torch.optim.LBFGS(plain, max_iter=4)
+    for _ in range(2):
+        losses = optimizer.step(lambda: closure(optimizer, params)), reference.step(lambda: closure(reference, plain))
+        assert losses[0] == losses[1]
+        check_rounded(params, plain)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Rprop, torch.optim.ASGD])
+def test_masters_that_change_at_a_rate_of_zero_are_written(cls: Any) -> None:
+    params = parameters([torch.bfloat16, "current", "delayed", torch.float32])
+    plain = shadows(params)
+    pairs = [(MasterWeights(params, cls, lr=0.05), params), (cls(plain, lr=0.05), plain)]
+    for step in range(4):
+        for optimizer, _ in pairs:
+            optimizer.param_groups[0]["lr"] = 0.05 if step < 3 else 0.0  # the last step of CosineAnnealingLR
+        give_gradients(params, plain, seed=step)
+        for optimizer, _ in pairs:
+            optimizer.step()
+    check_rounded(params, plain)
+
+
+def test_a_group_at_a_rate_of_zero_holds_up_no_other() -> None:
+    params = parameters([torch.bfloat16, "current", "delayed", torch.bfloat16])
+    plain = shadows(params)
+    resting, moving = params[3], params[:3]
+    before = resting.detach().clone()
+    give_gradients(params, plain)
+    MasterWeights([{"params": [resting], "lr": 0.0}, {"params": moving}], torch.optim.SGD, lr=0.1).step()
+    torch.optim.SGD(plain[:3], lr=0.1).step()
+    check_rounded(moving, plain[:3])
+    assert torch.equal(resting, before)
+
+
 def test_tied_frozen_and_unfrozen_parameters() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
     model[1].weight = model[0].weight
@@ -445,6 +499,18 @@ def test_resuming_is_going_on(name: str, master: Any, first: str) -> None:
     assert train(resumed, again, range(3, 6)) == wanted
     assert same(masters_of(again), masters_of(optimizer))
     assert same(again.state_dict(), optimizer.state_dict())
+
+
+def test_a_remainder_that_is_loaded_while_frozen_stays() -> None:
+    model, resumed = Net(), Net().requires_grad_(False)
+    make = partial(MasterWeights, optimizer_class=torch.optim.SGD, lr=1e-4, master="bf16+remainder")
+    optimizer, again = make(model.parameters()), make(resumed.parameters())
+    train(model, optimizer, range(3))
+    resumed.load_state_dict(model.state_dict())
+    again.load_state_dict(through_file(optimizer.state_dict()))
+    resumed.requires_grad_(True)
+    assert train(resumed, again, range(3, 6)) == train(model, optimizer, range(3, 6))
+    assert same(masters_of(again), masters_of(optimizer))
 
 
 def test_loading_writes_the_parameters() -> None:
