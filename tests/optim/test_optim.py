@@ -234,7 +234,7 @@ def test_closures_see_the_parameters_of_the_latest_masters() -> None:
 
 
 def test_closures_start_main_grad_anew() -> None:
-    """What an evaluation sums up is not counted in the next one, neither for what has a master nor for what has none."""
+    """What an evaluation sums up is not counted in the next one, with and without a master."""
     target = torch.randn(8, 8)
     params = [nn.Parameter(torch.zeros(8, 8, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
     plain = shadows(params)

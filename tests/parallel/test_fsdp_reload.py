@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import minifloat
 from minifloat.distributed import full_state_dict, fully_shard
+from minifloat.nn.quantized_parameters import weight_scale
 from minifloat.optim import MasterWeights
 from minifloat.parallel.fsdp import hooks
 from minifloat.recipe import DelayedScaling
@@ -87,6 +88,19 @@ def test_microbatches_of_delayed_scaling(rank: int, size: int) -> None:
         y.square().sum().backward()
         seen.append((in_forward, float(unsharded.operands.any.scale_inv)))
     assert [forward for forward, _ in seen] == [backward for _, backward in seen]
+
+
+@on_ranks(2)
+def test_histories_that_are_assigned(rank: int, size: int) -> None:
+    """The next step of an optimizer casts with the scales of the new buffers."""
+    model, optimizer = quantized(DelayedScaling(amax_history_len=1), size, 0)
+    train(model, optimizer, 100 + rank)
+    histories = {name: value.clone() for name, value in model.state_dict().items() if "_scaling." in name}
+    model.load_state_dict(histories, strict=False, assign=True)
+    for number in range(2):
+        train(model, optimizer, 200 + rank + number)
+    for layer in model:
+        assert torch.equal(layer.weight._local_tensor.operands.any.scale_inv, weight_scale(layer, "weight").reciprocal())
 
 
 def tensor_parallel(rank: int, size: int) -> None:
