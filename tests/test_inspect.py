@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import minifloat
 from minifloat import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
@@ -149,6 +150,41 @@ def test_every_element_is_counted_once(recipe: str) -> None:
     sizes = {"X": (32 * 64, 32 * 96), "W": (96 * 64, 32 * 96), "dY": (32 * 96, 32 * 32)}
     for (_, place), sums in seen._measured.items():
         assert sums[1] == sizes[place.role][int(place.layer)], place
+
+
+def test_a_part_that_is_evaluated_is_no_part_of_the_step() -> None:
+    """Checkpoints compute without gradients too, inside of the model."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Linear(64, 64), Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(checkpoint(self.first, x, use_reentrant=True))
+
+    model = Model()
+    with minifloat.inspect(model, every=1) as seen, minifloat.autocast(recipe="current"):
+        y = model(torch.randn(32, 64, requires_grad=True))
+        with torch.no_grad():
+            model.second(torch.full((1, 64), 1e6))
+        y.sum().backward()
+    rows = seen.rows()
+    assert {place[:2] for place, _ in rows} == {
+        (name, role) for name in ("first", "second") for role in ("X", "W", "dY")
+    }
+    assert all(of.amax < 1e3 for _, of in rows)
+
+
+def test_casts_are_numbered_in_the_step() -> None:
+    model = nn.Sequential(Linear(64, 64, recipe="mxfp8"), Linear(64, 64, recipe="mxfp8"))
+    with minifloat.inspect(model, every=1) as seen:
+        for step in range(3):
+            x = torch.randn(32, 64)
+            x[0, 0] = math.nan if step == 2 else 0
+            model(x).sum().backward()
+    first = seen.first_nonfinite
+    assert first is not None and (first.step, first.order, first.place.role) == (2, 1, "X")
 
 
 def test_a_weight_that_is_kept_for_microbatches_is_seen() -> None:

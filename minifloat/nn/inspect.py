@@ -96,13 +96,16 @@ class Inspection:
                     f"inspect: {name or type(module).__name__} is compiled, and compiled code reports no casts; "
                     "inspect the model that torch.compile was given, in steps of its own"
                 )
-        self.every, self.step, self._active = every, -1, False
+        self.every, self.step, self._active, self._within = every, -1, False, False
         self._names = {module: name for name, module in model.named_modules()}
         self._pending: list[tuple[int, int, Place, Tensor]] = []
         self._measured: dict[tuple[int, Place], Tensor] = {}
         self._first: NonFinite | None = None
-        self._order = 0
-        self._hook = model.register_forward_pre_hook(self._begin, prepend=True)
+        self._order = self._earlier = 0  # casts that were measured, in all and before the step
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, prepend=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
         used.inspection = self
 
     def _begin(self, model: nn.Module, args: Any) -> None:
@@ -111,17 +114,26 @@ class Inspection:
             return
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         training = model.training and torch.is_grad_enabled() and not capturing
-        self.step += training
-        self._active = training and self.step % self.every == 0
+        if training:
+            self.step, self._earlier = self.step + 1, self._order
+        self._active = self._within = training and self.step % self.every == 0
         if not capturing:
             self._fetch()
 
+    def _end(self, model: nn.Module, args: Any, y: Any) -> None:
+        self._within = False
+
+    def _label(self, layer: nn.Module) -> str | None:
+        """Names a layer whose casts are of an inspected step: an evaluation of a part of the model is not."""
+        inside = self._active and (self._within or torch.is_grad_enabled() or recompute.recomputes())
+        name = self._names.get(layer) if inside else None
+        return name if name != "" else str(getattr(layer, "_label", ""))
+
     def watch(self, layer: nn.Module, spec: Spec) -> Spec:
         """Returns ``spec``, or in an inspected step one that computes the same bits and reports its casts."""
-        name = self._names.get(layer) if self._active else None
-        if name is None:
+        if (label := self._label(layer)) is None:
             return spec
-        label, step = name or str(getattr(layer, "_label", "")), self.step
+        step = self.step
 
         def seen(kind: str, x: Tensor, made: Quantized) -> None:
             self._observe(step, label, kind, x, made)
@@ -133,8 +145,8 @@ class Inspection:
 
     def see_rows(self, layer: nn.Module, rows: Tensor, part: Quantized) -> None:
         """Measures the cast of this rank's ``rows`` of a sharded weight."""
-        if (name := self._names.get(layer) if self._active else None) is not None:
-            self._observe(self.step, name or str(getattr(layer, "_label", "")), "weight", rows, part)
+        if (label := self._label(layer)) is not None:
+            self._observe(self.step, label, "weight", rows, part)
 
     def _observe(self, step: int, layer: str, kind: str, x: Tensor, made: Quantized) -> None:
         if isinstance(x, QuantizedTensor) or x.is_meta or (kind != "grad_output" and recompute.recomputes()):
@@ -147,7 +159,7 @@ class Inspection:
             orientation = "rowwise" if operand.dim == ROWWISE else "columnwise"
             place = Place(layer, _ROLES[kind], "both" if operand.format.symmetric else orientation)
             self._order += 1
-            self._pending.append((step, self._order, place, measure(as_matrix(x), operand)))
+            self._pending.append((step, self._order - self._earlier, place, measure(as_matrix(x), operand)))
 
     def _fetch(self) -> None:
         """Brings what is measured to the host, in one copy for each device."""
@@ -237,7 +249,8 @@ class Inspection:
         if used.inspection is self:
             used.inspection = None
         self._active = False
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._fetch()
         self._names = {}
         if not self._order:
