@@ -214,12 +214,12 @@ class ExpertWeights(WeightSource):
         asked = False
         if len({id(own.main_grad) for own, _ in parts}) < len(parts):  # some share one: in turn
             for own, part in parts:
-                asked |= into_main_grad(self.overwrite, own, partial(computed, part)) is not None
+                asked |= into_main_grad(own, partial(computed, part)) is not None
         else:
             new: tuple[list[Tensor], list[Tensor]] = [], []
             held: tuple[list[Tensor], list[Tensor]] = [], []
             for own, part in parts:
-                old = is_old(self.overwrite, own)
+                old = is_old(own)
                 held[old].append(own.main_grad)
                 new[old].append(part.to(own.main_grad.dtype))
                 asked |= written(own, old)

@@ -30,15 +30,13 @@ class WeightSource:
         tasks: what computes dW is appended to, where that is left for later.
         dtype: of the dW that autograd gets; default: that of the activations.
         main_grad: dW is added to ``main_grad``; autograd gets none.
-        overwrite: in the first microbatch of a step it replaces what is there, once for each ``main_grad_is_old``.
     """
 
     def __init__(
         self, parameters: Sequence[Any] = (), tasks: list[Callable[[], None]] | None = None,
-        dtype: torch.dtype | None = None, main_grad: bool = False, overwrite: bool = False,
+        dtype: torch.dtype | None = None, main_grad: bool = False,
     ) -> None:  # fmt: skip
-        self.parameters, self.tasks, self.dtype = parameters, tasks, dtype
-        self.main_grad, self.overwrite = main_grad, overwrite
+        self.parameters, self.tasks, self.dtype, self.main_grad = parameters, tasks, dtype, main_grad
 
     def operands(self, existing: Quantized | None) -> Quantized | None:
         """W for fprop, unless it is still to be cast; ``existing``: what there is of it before the call."""
@@ -68,7 +66,7 @@ class WeightSource:
         if not self.main_grad:
             return product(self.dtype or spec.options.dtype)
         if spec.eager:
-            return into_main_grad(self.overwrite, self.parameters[0], product)
+            return into_main_grad(self.parameters[0], product)
         product(self.parameters[0].main_grad.dtype, self.parameters[0].main_grad, True)
         return None
 
@@ -96,23 +94,21 @@ class WeightSource:
 LOCAL_WEIGHT = WeightSource()
 
 
-def into_main_grad(overwrite: bool, weight: Any, product: Product) -> Tensor | None:
+def into_main_grad(weight: Any, product: Product) -> Tensor | None:
     """Adds dW to ``weight.main_grad`` and says so on ``weight.grad_added_to_main_grad``.
 
     Returns:
         The gradient to hand to autograd: None, or zeros where ``weight.zero_out_wgrad`` asks for one so that hooks on
         the parameter run.
     """
-    old = is_old(overwrite, weight)
+    old = is_old(weight)
     product(weight.main_grad.dtype, weight.main_grad, not old)
     return torch.zeros_like(weight) if written(weight, old) else None
 
 
-def is_old(overwrite: bool, weight: Any) -> bool:
-    """Whether what is in ``main_grad`` is of the previous step."""
-    # A weight may be used several times in a microbatch: only the first dW replaces what the previous step left.
-    old = overwrite and getattr(weight, "main_grad_is_old", True)
-    return bool(old or getattr(weight, "overwrite_main_grad", False))
+def is_old(weight: Any) -> bool:
+    """Whether what is in ``main_grad`` is of the previous step: the first dW of this one replaces it, of any use."""
+    return bool(getattr(weight, "main_grad_is_old", False) or getattr(weight, "overwrite_main_grad", False))
 
 
 def written(weight: Any, old: bool) -> bool:
@@ -146,4 +142,4 @@ def computed(dw: Tensor, dtype: torch.dtype, out: Tensor | None = None, accumula
 
 def asks_in_backward(weight: Tensor, overwrite: bool) -> bool:
     """Whether :func:`into_main_grad` depends on attributes that the weight has in backward."""
-    return overwrite or getattr(weight, "overwrite_main_grad", False) or getattr(weight, "zero_out_wgrad", False)
+    return overwrite or is_old(weight) or getattr(weight, "zero_out_wgrad", False)

@@ -258,7 +258,7 @@ class _Run:
         self.round = of.progress.forward(of.places[0])
         if self.first:
             for weight, _ in of.main_grads:
-                weight.main_grad_is_old = True
+                weight.main_grad_is_old = of.grad or None
         of.shared.drain()
         of.forward_graph.replay()
         return [output.detach() for output in of.outputs if isinstance(output, Tensor)]
@@ -273,7 +273,7 @@ class _Run:
         for weight, address in of.main_grads:
             if weight.main_grad.data_ptr() != address:
                 raise RuntimeError(f"{of.label}: main_grad is in other memory than at the capture; capture again")
-            if self.first and getattr(weight, "main_grad_is_old", True):
+            if getattr(weight, "main_grad_is_old", False):
                 weight.main_grad.zero_()
                 weight.main_grad_is_old = False
         for call in reversed(self.calls):

@@ -45,8 +45,8 @@ class Linear(LinearState, nn.Linear):
         name: the layer's name in recipes and errors.
         fuse_wgrad_accumulation: add dW to ``weight.main_grad`` (a buffer that you provide, fp32 as a rule), set
             ``weight.grad_added_to_main_grad`` and return no gradient for it. After a forward with
-            ``is_first_microbatch=True`` the first dW replaces what is there; all uses of the weight in that microbatch
-            must be forwarded before the first of their backwards.
+            ``is_first_microbatch=True`` the first dW, of any use, replaces what is there; all uses of the weight in
+            that microbatch must be forwarded before the first of their backwards.
         delay_wgrad_compute: backward leaves dW to :meth:`backward_dw`; no optimizer steps while one waits.
             ``zero_grad`` and ``is_first_microbatch=True`` drop those of a step that was given up.
         save_original_input: forward saves X itself and backward quantizes it again: this costs a cast, and saves memory

@@ -80,7 +80,7 @@ def prepare_call(
     needs_b = grad and bias is not None and bias.requires_grad
     source, past_autograd = layer._weight_as_it_is, layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute
     if past_autograd or layer._etp is not None or layer.wgrad_in_weight_dtype:
-        source = layer._weight_source(weight, is_first_microbatch)
+        source = layer._weight_source(weight)
     if past_autograd or layer._etp is not None:
         begin_own_gradients(layer, source, needs_w, is_first_microbatch, compiling)
     options = Options(
@@ -281,12 +281,15 @@ def begin_own_gradients(
     for own in source.parameters if compiling and main_grad else ():  # backward sets no attribute there
         if own.requires_grad:
             own.grad_added_to_main_grad = True
-    if first and (compiling or torch._C._current_graph_task_id() == -1):
-        # Not inside of backward: a checkpoint's recomputation is no other microbatch.
-        for own in source.parameters if layer.fuse_wgrad_accumulation else ():
-            own.main_grad_is_old = True  # the next dW replaces what is in main_grad
-        if needs_w and layer.delay_wgrad_compute:
-            layer._wgrad_tasks.clear()  # of a step that was given up
+    # Inside of backward a checkpoint's recomputation is no other microbatch.
+    begins = first and (compiling or _graph_task() == -1)
+    for own in source.parameters if layer.fuse_wgrad_accumulation else ():
+        if begins:  # the next dW replaces what is in main_grad; None: once a recomputation says that there will be one
+            own.main_grad_is_old = needs_w or None
+        elif needs_w and not compiling and getattr(own, "main_grad_is_old", False) is None:
+            own.main_grad_is_old = first is not None and _graph_task() != -1
+    if begins and needs_w and layer.delay_wgrad_compute:
+        layer._wgrad_tasks.clear()  # of a step that was given up
     if needs_w and layer.delay_wgrad_compute:
         _watch(layer)
 

@@ -256,11 +256,11 @@ class LinearState(QuantizedWeights):
 
     _weight_as_it_is = LOCAL_WEIGHT
 
-    def _weight_source(self, weight: Tensor, is_first_microbatch: bool | None) -> WeightSource:
+    def _weight_source(self, weight: Tensor) -> WeightSource:
         """Makes the weight source of this call, where operands come from or the gradient goes in a special way."""
         tasks = self._wgrad_tasks if self.delay_wgrad_compute else None
         dtype = weight.dtype if self.wgrad_in_weight_dtype else None
-        of_gradient = tasks, dtype, self.fuse_wgrad_accumulation, is_first_microbatch is True
+        of_gradient = tasks, dtype, self.fuse_wgrad_accumulation
         if self._etp is not None:
             return EtpWeightSource(self._etp, *of_gradient)
         return type(self._weight_as_it_is)(self._own_parameters(weight), *of_gradient)

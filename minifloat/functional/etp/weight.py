@@ -347,7 +347,7 @@ class EtpWeightSource(WeightSource):
 
     def _add(self, spec: Spec, product: Product) -> None:
         """Reduces dW over the ranks; autograd gets nothing."""
-        sink = partial(into_main_grad, self.overwrite) if self.main_grad else into_grad
+        sink = into_main_grad if self.main_grad else into_grad
         self.etp.reduce(product, sink, self.main_grad, spec.options.delays_wgrad)
 
 
