@@ -26,9 +26,11 @@ from minifloat.convert.select import (
     is_sharded_by_fsdp,
     linear_shape,
     linears_of,
+    merged,
     named_modules,
     obstacle,
     other_matrices,
+    pattern_of,
     read_rules,
 )
 from minifloat.delayed import AmaxHistory
@@ -343,7 +345,12 @@ def _report(
     each = [named.module for named, _ in decisions]  # with new modules, of quantized experts
     everything = _count_elements(map(_own_parameters, [*each, *(named.module for named in modules)]))
     fraction = _count_elements(map(_own_parameters, quantized)) / everything if everything else 0.0
+    recipes = ((each.names[0], "none" if why and not is_own(each.module) else own) for each, (own, why) in decisions)
+    uneven = (pattern_of(tuple(group)) for group in merged(recipes) if len(set(group.values())) > 1)
     warnings = warnings + _fast_paths(modules, quantized)
+    warnings += [
+        f"{each}: engines merge these, and export_weights refuses unequal recipes" for each in dict.fromkeys(uneven)
+    ]
     return ConversionReport(tuple(converted), tuple(left_alone), tuple(warnings), fraction)
 
 

@@ -34,6 +34,10 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
+# Linears of one input, which engines make one, as they make all experts of a block; quantized are all or none.
+_MERGED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa")
+
+
 class Rule(NamedTuple):
     """Recipe of all linears with a name that matches a glob pattern; ``*`` matches dots too."""
 
@@ -104,6 +108,18 @@ def linears_of(modules: Iterable[Named]) -> list[Named]:
     return found
 
 
+def merged(linears: Iterable[tuple[str, Any]], experts: bool = True) -> list[dict[str, Any]]:
+    """Groups, by the names of linears, what engines make one; ``experts``: also all experts of a block."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in linears:
+        base, _, last = name.removesuffix(".base_layer").rpartition(".")  # of adapters
+        block, within, _ = f".{name}.".partition(".experts.")
+        group = block if experts and within else next((base + names[0] for names in _MERGED if last in names), None)
+        if group is not None:
+            found.setdefault(group, {})[name] = value
+    return list(found.values())
+
+
 def is_sharded_by_fsdp(module: nn.Module) -> bool:
     """Whether the module was given to ``fully_shard``."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)  # whose class is slow to import
@@ -164,7 +180,8 @@ class DefaultFilter:
     It skips linears before the model's first stack of blocks and after its last one (a stack is an ``nn.ModuleList``,
     ``nn.Sequential`` or ``nn.ModuleDict`` with two or more modules of one class with linears inside; in a model without
     stacks, the first and the last linear), small linears, whose cast costs more than the faster product saves, and
-    linears that share their weight with a module of another kind, such as an embedding.
+    linears that share their weight with a module of another kind, such as an embedding. Of linears that engines merge
+    (q, k and v, gate and up, ``q_a`` and ``kv_a``, all experts of a block) it skips all if it skips one.
 
     Args:
         model: the model that will be converted.
@@ -178,6 +195,10 @@ class DefaultFilter:
         reason = f"a side below {smallest} is too small to gain"
         small = {identity(linear): reason for linear in linears if min(linear_shape(linear)) < smallest}
         self._reasons = _outside_of_stacks(linears, _in_stacks(model)) | small | _tied(modules)
+        for group in merged((named.names[0], identity(named.module)) for named in linears_of(modules)):
+            for name in [name for name, key in group.items() if key in self._reasons][:1]:
+                reason = f"engines merge it with {name.rpartition('.')[2]}: {self._reasons[group[name]]}"
+                self._reasons = dict.fromkeys(group.values(), reason) | self._reasons
 
     def __call__(self, module: nn.Module, name: str) -> bool:
         return self.reason(module) is None
@@ -273,8 +294,8 @@ class ConversionReport:
 
     Attributes:
         converted, left_alone: the layers, in the order of the model.
-        warnings: rules that decided nothing, layers that PyTorch does not always call, and weights that
-            ``quantize_weights`` left in high precision.
+        warnings: rules that decided nothing, layers that PyTorch does not always call, linears that engines merge and
+            that differ, and weights that ``quantize_weights`` left in high precision.
         fraction: the part of the model's parameter elements that is in converted layers, 0 to 1.
     """
 
@@ -289,10 +310,10 @@ class ConversionReport:
             f"converted {len(self.converted)} of {linears} linear layers, "
             f"with {100 * self.fraction:.1f} % of the model's parameters"
         ]
-        lines += _table((_pattern(layer.names), _size(layer), _recipe_name(layer)) for layer in self.converted)
+        lines += _table((pattern_of(layer.names), _size(layer), _recipe_name(layer)) for layer in self.converted)
         if self.left_alone:
             lines.append("left alone")
-            lines += _table((_pattern(layer.names), _size(layer), layer.reason) for layer in self.left_alone)
+            lines += _table((pattern_of(layer.names), _size(layer), layer.reason) for layer in self.left_alone)
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
@@ -308,7 +329,7 @@ def _size(layer: Converted | LeftAlone) -> str:
     return " x ".join(str(size) for size in (layer.num_experts, *layer.shape) if size is not None)
 
 
-def _pattern(names: tuple[str, ...]) -> str:
+def pattern_of(names: tuple[str, ...]) -> str:
     """Shows the names, with ``*`` for the numbers of blocks."""
     shown = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
     return ", ".join(name or "(the model itself)" for name in shown)

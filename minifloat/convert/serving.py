@@ -20,7 +20,7 @@ from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.convert.experts import ExpertLinear, are_experts
 from minifloat.convert.export import check_whole
 from minifloat.convert.layouts import LAYOUTS, WeightLayout
-from minifloat.convert.select import named_modules
+from minifloat.convert.select import merged, named_modules
 from minifloat.convert.weights import BLOCK, obstacles
 from minifloat.delayed import AmaxHistory
 from minifloat.formats import ROWWISE, Format
@@ -32,8 +32,6 @@ from minifloat.operand import Operand, Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.tensor import QuantizedTensor, operand_ops
 
-_FUSED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-"""Linears that engines make one, whose second level of NVFP4 has to be the same."""
 _MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj": ".w1", ".up_proj": ".w3", ".down_proj": ".w2"}
 
 
@@ -202,6 +200,13 @@ class _Weights:
             if weight.layer in reasons:
                 raise _refusal(weight, f"{reasons[weight.layer]}, which no layout holds")
             self._check(weight)
+        own = [(name.removesuffix(".weight"), True) for each in self.weights for name in each.names]
+        for group in merged([*own, *((name, False) for name in (*self.ignored, *self.experts))]):
+            if len(example := {quantized: name for name, quantized in group.items()}) > 1:
+                raise ValueError(
+                    f"export_weights: engines merge {example[True]} with {example[False]}, which computes in high "
+                    "precision; convert both or none of them"
+                )
         if self.spec.format.scale_rule == "two_level":
             self._share_levels()
         inputs = {config.input.row_format.scale_rule for each in self.weights if (config := _config(each.layer))}
@@ -279,13 +284,8 @@ class _Weights:
 
     def _share_levels(self) -> None:
         """Finds what fused linears are to share where their amaxes differ; raises ValueError unless ``requantize``."""
-        fused: dict[tuple[str, int], list[_Weight]] = {}
-        for weight in self.weights:
-            base, _, last = weight.names[0].removesuffix(".weight").rpartition(".")
-            place = next((i for i, names in enumerate(_FUSED) if last in names), None)
-            if place is not None and len(weight.names) == 1:
-                fused.setdefault((base, place), []).append(weight)
-        for weights in fused.values():
+        alone = ((each.names[0].removesuffix(".weight"), each) for each in self.weights if len(each.names) == 1)
+        for weights in (list(group.values()) for group in merged(alone, experts=False)):
             amaxes = [_amax(each.layer, each.matrices[0], self.spec.format) for each in weights]
             if all(torch.equal(amax, amaxes[0]) for amax in amaxes):
                 continue

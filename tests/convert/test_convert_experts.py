@@ -160,7 +160,7 @@ def test_rules_and_filters() -> None:
         "GroupedMixtralExperts",
         "MixtralExperts",
     ]
-    assert len(report.warnings) == 1 and "gate_down" in report.warnings[0]
+    assert len(report.warnings) == 2 and "gate_down" in report.warnings[0] and "engines merge" in report.warnings[1]
 
     report = convert(model, "current", lambda module, name: name == NAMES[3])
     experts = model.model.layers[1].mlp.experts

@@ -124,6 +124,28 @@ def test_report_names_what_is_left_alone() -> None:
     assert "model.layers.*.mlp.gate" in str(report) and "MixtralTopKRouter" in str(report)
 
 
+def test_what_engines_merge_is_one() -> None:
+    """A small k leaves q and v alone, and a small down_proj all experts; rules that divide them are in the report."""
+    model, ends = llama(), ("q_proj", "k_proj", "v_proj")
+    report = convert(model, "current", DefaultFilter(model, smallest=32))  # 16 rows of k and v
+    assert names(report.converted) == MLP | {name for name in ATTENTION if "o_proj" in name} and not report.warnings
+    reasons = {layer.names[0]: layer.reason for layer in report.left_alone}
+    small = "a side below 32 is too small to gain"
+    assert reasons["model.layers.0.self_attn.k_proj"] == small
+    assert reasons["model.layers.0.self_attn.q_proj"] == f"engines merge it with k_proj: {small}"
+    report = convert(
+        model, "current", DefaultFilter(model, smallest=16), rules=[("*.k_proj", "mxfp8"), ("*.up*", "none")]
+    )
+    attention, mlp = report.warnings
+    assert all(f"model.layers.*.self_attn.{end}" in attention for end in ends) and "gate_proj" in mlp
+    experts = mixtral()
+    for block in experts.model.layers:
+        block.mlp.experts.register_parameter("down_proj", nn.Parameter(torch.zeros(4, 32, 20)))
+        block.mlp.experts.register_parameter("gate_up_proj", nn.Parameter(torch.zeros(4, 40, 32)))
+    report = convert(experts, "current", DefaultFilter(experts, smallest=24))
+    assert not names(report.converted) & EXPERTS
+
+
 def test_conv1d_equals_a_hand_built_linear() -> None:
     """A converted Conv1D computes what a Linear of its transposed weight does, gradients included, bit for bit."""
     conv = transformers.pytorch_utils.Conv1D(40, 24)

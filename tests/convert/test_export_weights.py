@@ -242,6 +242,26 @@ def compressed_config(values: dict[str, Any]) -> Any:
     return QuantizationConfig.model_validate(values)
 
 
+@pytest.mark.parametrize("make, alone", [(llama, "0*v_proj"), (llama, "1*up_proj"), (qwen3, "*experts.down_proj")])
+def test_merged_linears_are_quantized_as_one(make: Callable[[], Any], alone: str) -> None:
+    """What engines make one linear, or the experts of one block, is quantized as a whole."""
+    model = make()
+    with_rule = [(f"model.layers.{alone}", "none")]
+    assert convert(model, "current", lambda module, name: "_proj" in name, with_rule).warnings
+    with pytest.raises(ValueError, match=rf"engines merge \S+ with \S*{alone.lstrip('01*').split('.')[0]}\S*, which"):
+        quantized_weights(model, "fp8-tensor")
+
+
+def test_second_levels_of_mla() -> None:
+    """Of DeepSeek's attention engines merge q_a and kv_a."""
+    own = {"num_attention_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    config = transformers.DeepseekV3Config(**SIZES | own | {"qk_nope_head_dim": 16, "first_k_dense_replace": 2})
+    model = transformers.DeepseekV3ForCausalLM(config)
+    convert(model, "nvfp4", lambda module, name: name.endswith(("q_a_proj", "kv_a_proj_with_mqa")))
+    with pytest.raises(ValueError, match=r"q_a_proj, .*kv_a_proj_with_mqa one linear .* requantize=True"):
+        quantized_weights(model, "nvfp4")
+
+
 def test_fused_linears_of_nvfp4(tmp_path: Path) -> None:
     """Engines give q, k and v one second level: refused where amaxes differ, and cast again on request."""
     model = trained(llama, "nvfp4")
