@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minifloat import DelayedScaling, GroupedMLP, Linear, autocast
 from minifloat.comm.collectives import Pending
 from minifloat.distributed import parallelize
-from minifloat.formats import Format
+from minifloat.formats import Format, parse
 from minifloat.functional import Routing, experts, sort_by_expert
 from minifloat.functional.expert_parallel import form_of
 from minifloat.nn import MoE
@@ -120,7 +120,7 @@ def compare(
             ragged(sum(counts), H),
             choices(sum(counts), k, skewed),
         )
-        x, p, dy, indices = [each.to(device) for each in drawn]
+        x, p, dy, indices = [each.to(device, options["dtype"] if each.dtype == BF16 else None) for each in drawn]
         args = () if steps == 1 else (step == 0,)
         expected = Run(whole, x, p, dy, sort_by_expert(indices, E))(*args)
         found = Run(own, x[at], p[at], dy[at], sort_by_expert(indices[at], E))(*args)
@@ -151,7 +151,26 @@ def test_codes_travel(rank: int, size: int, recipe: str) -> list[str]:
     return compare(rank, size, {"recipe": CODES[recipe]})
 
 
+@pytest.mark.parametrize(
+    ("spec", "top_k", "ranks", "form"),
+    [
+        ("e4m3/tensor/fp32", 7, 4, "values"),  # 56 bytes of codes, and 2 * 8 of values for each of 3.47 ranks
+        ("e4m3/tensor/fp32", 6, 4, "codes of rows"),
+        ("e2m1/1x16/two_level", 7, 4, "codes of rows"),
+        ("e4m3/row/fp32", 7, 4, "codes of tokens"),
+        ("e4m3/1x32/e8m0", 7, 4, "codes of tokens"),
+        ("e4m3/32x32/e8m0", 2, 4, "values"),  # tiles have the rows of several tokens
+        ("e4m3/128x128/pow2", 2, 4, "values"),
+        ("e4m3/tensor/given", 2, 4, "values"),
+    ],
+)
+def test_what_is_sent(spec: str, top_k: int, ranks: int, form: str) -> None:
+    """The fewest bytes, of codes that each row has by itself."""
+    assert form_of(Quantizer(parse(spec), columnwise=False), top_k, ranks) == form
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
+    "fp32, codes of more bits than bf16": {"recipe": CODES["nvfp4"], "dtype": torch.float32},
     "biases": {"bias": True, "activation": "gelu"},
     "one parameter": {"single_grouped_weight": True},
     "recompute": {"recompute_activation": True},

@@ -516,6 +516,22 @@ def test_the_bias_of_the_choice_stays_fp32() -> None:
     assert router.expert_bias.dtype == torch.float32
 
 
+def test_counts_start_at_0_after_meta() -> None:
+    """``to_empty``, and a state dict that is assigned, which lacks them; PyTorch fills empty memory when asked to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+        torch.use_deterministic_algorithms(True)
+        try:
+            emptied, assigned = (made(device=torch.device("meta"), expert_bias_rate=0.5) for _ in range(2))
+            emptied.to_empty(device="cpu")
+            assigned.load_state_dict(made(expert_bias_rate=0.5).state_dict(), assign=True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert emptied.weight.isnan().all() and emptied.expert_bias is not None and not emptied.expert_bias.any()
+    for router in (emptied, assigned):
+        assert router.expert_counts is not None and not router.expert_counts.is_meta and not router.expert_counts.any()
+
+
 # ---- balance without a loss ----
 
 
