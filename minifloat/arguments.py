@@ -152,6 +152,8 @@ NEEDLESS = {
     "qkv_weight_interleaved": "rows of query, key and value are three parts, one after the other",
     "distribute_saved_activations": "with sequence_parallel ranks save their parts",
     "is_cg_capturable": "it always is",
+    "interval": "scales are computed in each step",
+    "override_linear_precision": "Float8CurrentScaling has backward_override, and a CustomRecipe chooses every format",
 }
 """Keyword arguments, or how they begin, that have none here, and why."""
 

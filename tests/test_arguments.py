@@ -119,6 +119,12 @@ def test_unknown_arguments_are_pythons_errors() -> None:
         minifloat.Linear(4, 4, biass=True)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(("name", "way_out"), [("interval", "each step"), ("override_linear_precision", "backward_")])
+def test_old_arguments_of_recipes_name_the_way_out(name: str, way_out: str) -> None:
+    with pytest.raises(TypeError, match=f"DelayedScaling got an unexpected .*'{name}'; leave it out: .*{way_out}"):
+        minifloat.DelayedScaling(**{name: 1})
+
+
 @pytest.mark.parametrize("kind", [minifloat.LayerNormLinear, minifloat.LayerNormMLP, minifloat.MultiheadAttention])
 def test_arguments_that_layers_share_are_as_if_written_out(kind: Any) -> None:
     """What is unpacked from a ``TypedDict`` is in the signature, is checked, and a misspelt one names the layer."""

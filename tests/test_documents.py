@@ -148,6 +148,26 @@ def test_names_in_documents_exist(document: str) -> None:
     assert [name for name in sorted(names) if not exists(name)] == []
 
 
+def test_names_in_errors_exist() -> None:
+    """What the library's strings name is found as a user writes it, where a function may hide a module."""
+    named = {}
+    for file in (ROOT / "minifloat").rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(file.read_text()))]
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        strings = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs]
+        for node in strings:
+            for name in re.findall(r"\bminifloat(?:\.[A-Za-z_]\w*)+", str(node.value)):
+                named[name] = f"{file.relative_to(ROOT)}:{node.lineno} names {name}"
+    missing = [where for name, where in named.items() if not (exists(name) and is_attribute(name))]
+    assert len(named) > 20 and missing == []
+
+
+def is_attribute(name: str) -> bool:
+    """Whether each part is an attribute of what is before it, once :func:`exists` has imported the modules."""
+    found: Any = importlib.import_module("minifloat")
+    return all((found := getattr(found, part, None)) is not None for part in name.split(".")[1:])
+
+
 def exists(name: str) -> bool:
     """A module, or an attribute of one; or of an adapter whose library is not installed, it cannot be known."""
     if (adapter := re.match(r"minifloat\.adapters\.(\w+)", name)) and importlib.util.find_spec(adapter[1]) is None:

@@ -102,7 +102,7 @@ def convert(
 
     Each converted module stays the same object and changes its class, so parameters, hooks, names, references and
     existing optimizers stay valid. Delayed scaling adds its histories to state dicts, which a checkpoint may lack.
-    :func:`minifloat.convert.revert` undoes the conversion. A converted model is reverted first; a layer that gets the
+    :func:`minifloat.revert` undoes the conversion. A converted model is reverted first; a layer that gets the
     same recipe again keeps its histories.
 
     It converts ``nn.Linear`` itself, Hugging Face's ``Conv1D``, and experts that transformers 5 keeps as one

@@ -149,12 +149,15 @@ class LinearState(QuantizedWeights):
         """Flag that PyTorch's ``parallelize_module`` and ``distribute_module`` read and set, on every rank.
 
         Raises:
-            ValueError: a weight is quantized, which they would scatter as if it had the memory of its values.
+            ValueError: a weight is quantized, which they would scatter as if it had the memory of its values; or there
+                are histories of delayed scaling, which they would take for linears.
         """
-        if quantized_rows(self):
+        quantized = quantized_rows(self)
+        if quantized or "forward_scaling" in self._modules:
             raise ValueError(
-                f"{self._label}: PyTorch's parallelize_module and distribute_module do not split quantized weights; "
-                "use minifloat.distributed.parallelize, or parallel_mode='column' or 'row'"
+                f"{self._label}: PyTorch's parallelize_module and distribute_module do not split "
+                f"{'quantized weights' if quantized else 'layers with histories of delayed scaling'}; use "
+                "minifloat.distributed.parallelize, or parallel_mode='column' or 'row'"
             )
         return bool(self.__dict__.get("_is_distributed", False))
 

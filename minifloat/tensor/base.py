@@ -195,8 +195,8 @@ class CodedTensor(torch.Tensor):
 def _refuse_to_save(whose: str) -> int:
     raise ValueError(
         f"{whose} has codes and scales, and in no memory the values that safetensors and save_pretrained write: give "
-        "them t.dequantize(), after convert call minifloat.convert.revert(model) first, or save the codes with "
-        "minifloat.convert.export_weights for engines, with torch.save(model.state_dict(), file) for training"
+        "them t.dequantize(), after convert call minifloat.revert(model) first, or save the codes with export_weights "
+        "(from minifloat.convert) for engines, with torch.save(model.state_dict(), file) for training"
     )
 
 

@@ -225,7 +225,7 @@ class QuantizedTensor(CodedTensor):
     def _refuse_to_merge(self) -> NoReturn:
         raise ValueError(
             f"{self._whose} is frozen, and an adapter that is merged into its data loses all below half a step. Choose "
-            "the precision of the result: minifloat.convert.revert(model) before merge_and_unload() merges in "
+            "the precision of the result: minifloat.revert(model) before merge_and_unload() merges in "
             f"{str(self.dtype).removeprefix('torch.')}, convert(..., quantize_weights=True) after that casts the sum; "
             "weight.quantize_(values) rounds at once"
         )

@@ -161,6 +161,9 @@ def test_pytorchs_tensor_parallelism(rank: int, size: int, recipe: str | None) -
             found.append("ran")
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
+    delayed = nn.Sequential(minifloat.Linear(64, 64, recipe="delayed"))
+    with pytest.raises(ValueError, match=r"Linear\(64, 64\): .*histories of delayed scaling; use minifloat"):
+        parallelize_module(delayed, mesh, {"0": style})
     for kind in ("LayerNormMLP", "RMSNorm", "TransformerLayer"):
         with pytest.raises(ValueError, match=rf"{kind}.* is a DTensor.*parallelize"):
             LAYERS[kind](recipe=recipe)(DTensor.from_local(dense, mesh, [Replicate()]))

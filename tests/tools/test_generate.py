@@ -198,6 +198,7 @@ def test_mistakes_of_generating_end_with_a_message(out: Path, tmp_path: Path) ->
         ((out, "--seed", 10**30), f"the seed is {10**30}; choose one of 64 bits"),
         ((study,), "is no checkpoint of `minifloat train`"),
         ((changed("a", model=None),), "does not say which model it is of: TypeError"),
+        ((changed("j", model=5),), "does not say which model it is of: TypeError"),
         ((changed("b", model={"dim": 32}),), "does not say which model it is of: TypeError"),
         ((changed("c", model=sizes | {"heads": 0}),), "does not say which model it is of: ValueError: --heads is 0"),
         ((changed("d", model=sizes | {"layers": "2"}),), "model it is of: ValueError: --layers is '2'"),

@@ -66,7 +66,8 @@ class Codec:
 
 def trained_config(checkpoint: Checkpoint) -> ModelConfig:
     """The sizes of the checkpoint's model; raises ValueError where its settings name none."""
-    if "transformers" in (checkpoint.settings.get("model") or {}):
+    sizes = checkpoint.settings.get("model")
+    if isinstance(sizes, dict) and "transformers" in sizes:
         raise ValueError(
             f"{checkpoint.path} is of a model of transformers (--hf); load {MODEL}.safetensors into that model, and "
             "use its generate"
