@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import minifloat
 from minifloat.functional.exchange import Exchange
 from minifloat.functional.weight_source import WeightSource
+from minifloat.ops.tape import Recorder
 
 
 class Clock:
@@ -100,10 +101,7 @@ def _time_steps(
     inner: list[tuple[Any, str]] = [(torch, "_scaled_mm"), *[(Exchange, step) for step in steps]]
     inner += [(WeightSource, step) for step in ("save", "for_dgrad", "accumulate")]
     if device == "cuda":
-        from minifloat.ops.launch import Prepared
-        from minifloat.ops.replay import Recording
-
-        inner += [(Recording, "replay"), (Prepared, "run")]
+        inner.append((Recorder, "__call__"))
     before = [getattr(owner, name) for owner, name in inner]
     for (owner, name), function in zip(inner, before, strict=True):
         whose = "" if owner in (Exchange, WeightSource) else f"{owner.__name__}."

@@ -16,8 +16,8 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed, grouped, new, quantize
 from minifloat.ops.library import apart
-from minifloat.ops.log import library
 from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix
+from minifloat.ops.tape import taping
 
 Amaxes = tuple[Tensor | None, ...]
 """One entry for each cast of :attr:`Quantizer.casts`: an amax, or, for delayed scaling, the scale."""
@@ -33,7 +33,7 @@ def can_skip_dispatcher(xs: Sequence[Tensor]) -> bool:
 
     Not where autograd or a dispatch mode (of a test, a profiler, a fake tensor) is to see an operation.
     """
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() > taping.modes:
         return False
     device, graph = xs[0].device, torch.is_grad_enabled()
     for x in xs:
@@ -301,7 +301,7 @@ class Casts:
         for cast in self._stochastic:
             i = self._sources[cast][0]
             if seeds[i] is None:
-                seeds[i] = library(lambda x: quantize.draw_seed(apart(x[0], 0)), [xs[i]])
+                seeds[i] = quantize.draw_seed(apart(xs[i], 0))
             drawn[cast] = seeds[i]
         return drawn
 
@@ -345,7 +345,9 @@ def check_scale(scale: Tensor) -> None:
     """Checks a delayed scale that a user gives; it is read where that waits for nothing."""
     if torch.compiler.is_compiling():
         return
-    known = scale.device.type == "cpu" and type(scale) is Tensor and not torch._C._len_torch_dispatch_stack()
+    known = (
+        scale.device.type == "cpu" and type(scale) is Tensor and torch._C._len_torch_dispatch_stack() <= taping.modes
+    )
     bad = not scale.is_floating_point() or scale.numel() != 1
     if bad or (known and not 0 < scale.float().item() < math.inf):  # are_scales of one, which each cast asks
         value = f"{scale.item()}" if known and scale.numel() == 1 else shown(scale)

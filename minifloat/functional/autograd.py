@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minifloat.ops import matmul
+from minifloat.ops.tape import taping
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -25,19 +26,22 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 def replayed(
-    recorder: Any, key: Any, tensors: list[Tensor | None], function: Callable[[], tuple[Sequence[Any], Any]]
-) -> tuple[Sequence[Any], Any]:
-    """``function()``, a pass of an autograd function, or a replay of it; see :class:`~minifloat.ops.replay.Recorder`.
+    recorder: Any, key: Any, tensors: list[Tensor | None], function: Callable[[], tuple[Sequence[Any], Any]],
+    held: list[Any] | None = None,
+) -> tuple[Sequence[Any], Any]:  # fmt: skip
+    """``function()``, a pass of an autograd function, or a replay of it; see :class:`~minifloat.ops.tape.Recorder`.
 
     Args:
         key: what decides beside the layouts of ``tensors`` what the pass does.
-        tensors: all that it reads and writes; emptied where it is not replayed, so that it may free what it has read.
+        tensors: all that it reads and writes; emptied, so that it may free what it has read.
+        held: of the same tensors, for ``function``; emptied as well where that is not called.
     """
-    if torch._C._len_torch_dispatch_stack() or matmul.counting() or not {type(x) for x in tensors} <= _PLAIN:
+    watched = torch._C._len_torch_dispatch_stack() > taping.modes or matmul.counting()
+    if watched or not {type(x) for x in tensors} <= _PLAIN:
         tensors.clear()
         return function()
     with torch._C._DisableAutocast():  # as products run that are not replayed
-        return recorder(key, tensors, function)
+        return recorder(key, tensors, function, held)
 
 
 def exporting() -> bool:

@@ -7,7 +7,7 @@ agree on amaxes and exchange what blocks share.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from minifloat.functional.tensor_parallel import (
 )
 from minifloat.functional.weight_source import WeightSource
 from minifloat.operand import Operand, Quantized
-from minifloat.ops.log import library
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.rows import row_unit
@@ -69,6 +68,9 @@ class Exchange(TensorParallel):
     dW        [N, K]      wgrad dW = dY^T X; db = the sum of dY's rows
     ========  ==========  =======================================
     """
+
+    memory: ClassVar[Any] = ()
+    """Tensors beside X, W, Y and their gradients that passes read or write; None: they communicate."""
 
     def output_shape(self, shape: Sequence[int], features: int) -> tuple[int, ...]:
         """Shape of Y on this rank, from that of X."""
@@ -117,7 +119,7 @@ class Exchange(TensorParallel):
 
     def bias_gradient(self, spec: Spec, dy: Tensor) -> Any:
         """Computes db [N], summed over the ranks; the sum may go on."""
-        return library(lambda x: as_matrix(x[0]).sum(0), [dy.dequantize() if isinstance(dy, QuantizedTensor) else dy])
+        return as_matrix(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy).sum(0)
 
     def quantize_dy(
         self, spec: Spec, dy: Tensor, delayed_call: DelayedCall | None, amaxes: Amaxes | None = None

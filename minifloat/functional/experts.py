@@ -63,6 +63,11 @@ class Experts(Exchange):
     x_tokens: Tokens | None = None
     y_tokens: Tokens | None = None
 
+    @property
+    def memory(self) -> tuple[Tensor, ...] | None:
+        of_tokens = self.x_tokens is not None or self.y_tokens is not None
+        return None if of_tokens else (self.layout.offsets, *self.dgrad_out)
+
     def values(self, x: Any) -> Any:
         return values_of(x, self.layout.offsets)
 

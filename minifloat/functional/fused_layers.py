@@ -92,9 +92,11 @@ class LayerNormLinearFunction(torch.autograd.Function):
             tensors, layouts = pack(*saved)
             return [y, *parts_of_norm(norm, n), *tensors, scale], layouts
 
-        inputs = spec.forward and forward_inputs([linear], x, residual, gamma, beta, weight, bias)
-        (y, *results), ctx.layouts = replayed(spec.forward, norm, inputs, compute) if inputs else compute()
-        n = norm_of_parts(x, residual, results[:4], bool(inputs))
+        cast = weight if given.w is None else None
+        taped = spec.forward and forward_inputs([linear], x, residual, gamma, beta, cast, bias)
+        ctx.key = norm, taped and taped[0]
+        (y, *results), ctx.layouts = replayed(spec.forward, ctx.key, taped[1], compute) if taped else compute()
+        n = norm_of_parts(x, residual, results[:4])
         ctx.norm, ctx.axes, ctx.delayed = norm, (spec, exchange, source), given.delayed
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.save_for_backward(*results[4:], *saved_of_norm(spec, n, gamma, beta))
@@ -118,8 +120,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
                 dn, dw = gradients(spec, exchange, source, exchange.quantize_dy(spec, dy, ctx.delayed), x, w, scale)
             return [*norm_gradients(ctx, ctx.norm, spec, exchange, dn, extra, *of_norm), dw, waited(db)], None
 
-        inputs = spec.backward and backward_inputs([(spec, source, ctx.delayed)], dy, *saved, *extra)
-        results, _ = replayed(spec.backward, (ctx.norm, source.dtype), inputs, compute) if inputs else compute()
+        inputs = spec.backward and backward_inputs([(exchange, source, ctx.delayed)], dy, *saved, *extra)
+        results, _ = replayed(spec.backward, (ctx.key, source.dtype), inputs, compute) if inputs else compute()
         if dy is not None and ctx.delayed is not None:
             ctx.delayed.backward_finished()
         return None, None, *results
@@ -172,11 +174,9 @@ def parts_of_norm(norm: NormCall, n: FusedOutput) -> list[Tensor | None]:
     return [n.value if norm.return_norm else None, n.stream, mean if has_mean else None, rsigma]
 
 
-def norm_of_parts(x: Tensor, residual: Tensor | None, parts: Sequence[Tensor | None], replayed: bool) -> FusedOutput:
-    """Makes the norm's output of its parts; a replay gives views, which no output of an autograd function may be."""
+def norm_of_parts(x: Tensor, residual: Tensor | None, parts: Sequence[Tensor | None]) -> FusedOutput:
+    """Makes the norm's output of its parts."""
     value, stream, *of_rows = parts
-    if replayed:
-        value, stream = [part if part is None or part is x else as_output(part, part.shape) for part in (value, stream)]
     return new(FusedOutput, (value, x.dtype, of_rows, None, None, None, x if residual is None else stream))
 
 
@@ -288,10 +288,11 @@ class LayerNormMLPFunction(torch.autograd.Function):
             return [y, *of_norm, *tensors, scale1, scale2, h if spec2.options.needs_x else None], layouts
 
         both = spec1.forward and spec2.forward
-        inputs = both and forward_inputs([mlp.fc1, mlp.fc2], x, residual, gamma, beta, w1, b1, w2, b2)
-        key = mlp.norm, mlp.activation, spec2
-        (y, *results), ctx.layouts = replayed(spec1.forward, key, inputs, compute) if inputs else compute()
-        n = norm_of_parts(x, residual, results[:4], bool(inputs))
+        casts = [w if call.given.w is None else None for call, w in ((mlp.fc1, w1), (mlp.fc2, w2))]
+        taped = both and forward_inputs([mlp.fc1, mlp.fc2], x, residual, gamma, beta, b1, b2, *casts)
+        ctx.key = mlp.norm, mlp.activation, spec2, taped and taped[0]
+        (y, *results), ctx.layouts = replayed(spec1.forward, ctx.key, taped[1], compute) if taped else compute()
+        n = norm_of_parts(x, residual, results[:4])
         ctx.mlp = mlp
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.save_for_backward(*results[4:], *saved_of_norm(spec1, n, gamma, beta))
@@ -308,7 +309,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # unless they are retained: what has been read is freed before the end
         kept = [*saved]
-        linears = (spec1, source1, delayed1), (spec2, source2, delayed2)
+        linears = (exchange1, source1, delayed1), (exchange2, source2, delayed2)
         inputs = spec1.backward and spec2.backward and backward_inputs(linears, dy, *saved, *extra)
         del saved
 
@@ -335,8 +336,8 @@ class LayerNormMLPFunction(torch.autograd.Function):
                     dn, dw1 = gradients(spec1, exchange1, source1, dh_operands, x1, w1, scale1)
             return [*norm_gradients(ctx, mlp.norm, spec1, exchange1, dn, extra, *of_norm), dw1, db1, dw2, db2], None
 
-        key = mlp.norm, mlp.activation, spec2, source1.dtype, source2.dtype
-        results, _ = replayed(spec1.backward, key, inputs, compute) if inputs else compute()
+        key = ctx.key, source1.dtype, source2.dtype
+        results, _ = replayed(spec1.backward, key, inputs, compute, kept) if inputs else compute()
         for delayed in (delayed2, delayed1):
             if dy is not None and delayed is not None:
                 delayed.backward_finished()

@@ -69,8 +69,10 @@ class LinearFunction(torch.autograd.Function):
             saved, layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
             return [y, *saved], layouts
 
-        inputs = spec.forward and forward_inputs([(spec, exchange, source, given)], x, weight, bias)
-        (y, *saved), ctx.layouts = replayed(spec.forward, None, inputs, compute) if inputs else compute()
+        read = x if given.x is None else None, weight if given.w is None else None, bias
+        taped = spec.forward and forward_inputs([(spec, exchange, source, given)], *read)
+        (y, *saved), ctx.layouts = replayed(spec.forward, *taped, compute) if taped else compute()
+        ctx.given = taped and taped[0]
         ctx.spec, ctx.exchange, ctx.source, ctx.delayed, ctx.x_shape = spec, exchange, source, given.delayed, x.shape
         ctx.save_for_backward(*saved, x_scale)
         return output(spec, exchange, y, x.shape, given.delayed)
@@ -89,8 +91,8 @@ class LinearFunction(torch.autograd.Function):
             return [dx, dw, waited(db)], None
 
         source = ctx.source
-        inputs = spec.backward and backward_inputs([(spec, source, ctx.delayed)], dy, *tensors)
-        (dx, dw, db), _ = replayed(spec.backward, source.dtype, inputs, compute) if inputs else compute()
+        inputs = spec.backward and backward_inputs([(exchange, source, ctx.delayed)], dy, *tensors)
+        (dx, dw, db), _ = replayed(spec.backward, (source.dtype, ctx.given), inputs, compute) if inputs else compute()
         if dx is not None:
             dx = grad_input(spec, dx, ctx.x_shape, ctx.delayed)
         if ctx.delayed is not None:
@@ -138,35 +140,48 @@ def grad_input(spec: Spec, dx: Tensor, x_shape: Sequence[int], delayed: DelayedC
     return as_quantized_tensor(dx, spec.config.grad_input, "grad_input", delayed) if quantizes else dx
 
 
-# ---- what backward saves, and what a recorded pass reads ----
+# ---- what backward saves, and what a taped pass reads ----
 
 
 def forward_inputs(
-    calls: Sequence[tuple[Spec, Exchange, WeightSource, Given]], *tensors: Tensor | None
-) -> list[Tensor | None] | None:
-    """Lists all that the forward of ``calls`` reads and writes, ``tensors`` and histories; None: it is not recorded."""
-    for _, _, source, given in calls:
-        if type(source) is not WeightSource or given.x is not None or given.w is not None or given.out:
+    calls: Sequence[LinearCall | tuple[Spec, Exchange, WeightSource, Given]], *tensors: Tensor | None
+) -> tuple[Any, list[Tensor | None]] | None:
+    """Lists all that the forward of ``calls`` reads and writes: ``tensors``, what is given, histories; and a key of it.
+
+    ``tensors``: without X and weights whose operands are given. None: the forward is not taped.
+    """
+    inputs, layouts = [*tensors], list[Any]()
+    for _, exchange, _, given in calls:
+        if exchange.memory is None:
             return None
-    return _with_histories(0, [given.delayed for *_, given in calls], tensors)
+        for operands in (given.x, given.w):
+            if operands is not None:
+                same = operands.columnwise is operands.rowwise
+                packed, of_packed = pack(operands.rowwise, None if same else operands.columnwise)
+                inputs += packed
+                layouts += operands is given.x, same, *of_packed
+        inputs += *given.out, *exchange.memory
+    taped = _with_histories(0, [(exchange, given.delayed) for _, exchange, _, given in calls], inputs)
+    return None if taped is None else (tuple(layouts), taped)
 
 
 def backward_inputs(
-    linears: Sequence[tuple[Spec, WeightSource, DelayedCall | None]], *tensors: Tensor | None
+    linears: Sequence[tuple[Exchange, WeightSource, DelayedCall | None]], *tensors: Tensor | None
 ) -> list[Tensor | None] | None:
     """Lists the same of a backward whose weight gradients go to autograd; ``tensors`` begin with dY."""
-    for _, source, _ in linears:
-        past_autograd = type(source) is not WeightSource or source.tasks is not None or source.main_grad
-        if past_autograd or tensors[0] is None:
+    inputs = [*tensors]
+    for exchange, source, _ in linears:
+        past_autograd = source.tasks is not None or source.main_grad
+        if past_autograd or tensors[0] is None or exchange.memory is None:
             return None
-    return _with_histories(1, [delayed for *_, delayed in linears], tensors)
+        inputs += exchange.memory
+    return _with_histories(1, [(exchange, delayed) for exchange, _, delayed in linears], inputs)
 
 
 def _with_histories(
-    direction: int, calls: Sequence[DelayedCall | None], tensors: Sequence[Tensor | None]
+    direction: int, calls: Sequence[tuple[Exchange, DelayedCall | None]], inputs: list[Tensor | None]
 ) -> list[Tensor | None] | None:
-    inputs = [*tensors]
-    for call in calls:
+    for exchange, call in calls:
         if call is None:
             continue
         if direction:
@@ -175,6 +190,8 @@ def _with_histories(
         if not history.slots:
             return None
         inputs += *history.slots, history.amax_history if call.records[direction] else None
+        if exchange.memory:  # groups read all scales at once
+            inputs.append(history.scale)
     return inputs
 
 

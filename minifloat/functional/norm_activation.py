@@ -21,7 +21,6 @@ from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.functional.autograd import apply, as_output, first_order, guarded
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import activation, norm
-from minifloat.ops.log import library
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
 
@@ -390,6 +389,4 @@ def dact_value(
     cast = OutputCast(x, quantizer, half=x.shape[-1] // 2 if of.gated else None, **cast_options)
     backward = activation.activation_backward_cast if cast.in_kernel else activation.activation_backward
     *outputs, total = backward(as_matrix(dy), cast.matrix, of.name, of.parameters, *cast.arguments, with_column_sum)
-    if with_column_sum:  # the function holds no tensor, as recordings of it must not
-        total = library(lambda x, dtype: x[0].to(dtype), [total], cast.dtype)
-    return cast.output(outputs, x.shape, column_sum=total if with_column_sum else None)
+    return cast.output(outputs, x.shape, column_sum=total.to(cast.dtype) if with_column_sum else None)

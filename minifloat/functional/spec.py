@@ -15,6 +15,7 @@ from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional import gemm
 from minifloat.functional.quantize import LinearConfig, Options, RoleCasts
 from minifloat.operand import Quantized
+from minifloat.ops.tape import Recorder
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import CustomRecipe, Recipe
 from minifloat.recipe.base import BackwardOverride, equal_in_graph
@@ -117,9 +118,7 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
     forward = backward = None
     alone = ranks is None and not (options.gathers_weight or options.batch_invariant or override or saves_value)
     if eager and alone and device == "cuda" and backends.kernels(torch.cuda.current_device())[0]:
-        from minifloat.ops.replay import MOST_BYTES, Recorder  # which needs Triton
-
-        forward, backward = Recorder(most_bytes=MOST_BYTES), Recorder(most_bytes=MOST_BYTES)
+        forward, backward = Recorder(), Recorder()
     casts = LinearCasts(
         RoleCasts((x, w), ("input", "weight"), device, emit_bf16),
         RoleCasts((x,), ("input",), device, emit_bf16),

@@ -73,7 +73,7 @@ class Graph:
         Raises:
             RuntimeError: PyTorch's, of an operation that no graph can hold, as one that waits for the GPU.
         """
-        from minifloat.ops.replay import zeros_of_graph  # which needs Triton
+        from minifloat.ops.tape import zeros_of_graph  # which needs Triton
 
         before = torch.cuda.current_stream(self.stream.device)
         capture = torch.cuda.graph(self.graph, self.pool, self.stream, capture_error_mode="thread_local")

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import repeat
-from operator import call, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +18,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 
-from minifloat.ops import log
+from minifloat.ops import tape
 
 Tensors = Sequence[Tensor | tuple[Tensor, ...]]
 Integers = Sequence[int | tuple[int, ...]]
@@ -32,15 +29,11 @@ MOST_COMPILED = 1024
 MOST_BY_VALUE = 8
 """Matrices whose arguments are arguments of the launch; those of more are in a table on the device."""
 
-_counters: list[Counter[str]] = []
+counters: list[Counter[str]] = []
 
 
 # How a compiled kernel is called is private to Triton; with versions that were not tried, the JIT does it.
 KNOWN = triton.__version__.startswith("3.6.")
-# Past PyTorch's dispatcher, as compiled graphs allocate; on the current device.
-empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cuda", partial(torch.empty_strided, device="cuda")
-)
 # Stands for every integer when a kernel is compiled: neither 1 nor a multiple of 16, which Triton would compile in.
 _NEUTRAL = 7
 
@@ -52,17 +45,17 @@ def count_launches() -> Iterator[Counter[str]]:
     A captured CUDA graph runs without Python and is counted once, at its capture.
     """
     counter: Counter[str] = Counter()
-    _counters.append(counter)
+    counters.append(counter)
     try:
         yield counter
     finally:
-        _counters[:] = [each for each in _counters if each is not counter]
+        counters[:] = [each for each in counters if each is not counter]
 
 
-def count(name: str) -> None:
-    """Counts a launch for :func:`count_launches`."""
-    for counter in _counters:
-        counter[name] += 1
+def count(*names: str) -> None:
+    """Counts launches for :func:`count_launches`."""
+    for counter in counters:
+        counter.update(names)
 
 
 def ready(x: Tensor) -> Tensor:
@@ -108,91 +101,26 @@ def _table(
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-class Launch(NamedTuple):
-    """One launch of a kernel; the arguments are those of :class:`Kernel`."""
+class _ByTable(NamedTuple):
+    """A launcher that takes addresses, tuples of which go to the kernel by way of a table, see :func:`in_table`.
 
-    kernel: Kernel
-    programs: int
-    tensors: Tensors
-    integers: Integers
-    constants: tuple[Any, ...]
-    warps: int
-
-    def prepare(self, slots: Mapping[int, int]) -> Prepared | None:
-        """The launch with places in a list in lieu of its tensors; ``slots`` gives them by address.
-
-        None if a tensor has no place, or nothing can be prepared here.
-        """
-        places: list[Callable[[Sequence[int]], Any]] = []
-        for tensor in self.tensors:
-            several = tensor if isinstance(tensor, tuple) else (tensor,)
-            found = [slots.get(each.data_ptr(), -1) for each in several]
-            if min(found) < 0:
-                return None
-            alone = isinstance(tensor, tuple) and len(found) == 1
-            places.append(itemgetter(slice(found[0], found[0] + 1)) if alone else itemgetter(*found))
-        tensors, integers, sizes = self.tensors, self.integers, None
-        if self.kernel.by_table(tensors):
-            sizes = tuple([t[0].element_size() if isinstance(t, tuple) else 0 for t in tensors])
-            tensors, integers = in_table(tensors, integers)
-        compiled = self.kernel.compiled(tensors, integers, self.constants, self.warps)
-        if compiled is None:
-            return None
-        first = tensors[0]
-        device = (first[0] if isinstance(first, tuple) else first).get_device()
-        rest = (*self.integers, *self.constants)
-        name, programs, numbers = self.kernel.name, self.programs, tuple(self.integers)
-        return Prepared(name, *compiled, programs, device, tuple(places), rest, sizes, numbers)
-
-
-class Prepared(NamedTuple):
-    """A launch that takes addresses.
-
-    ``run``, ``function`` and ``head`` are of the compiled kernel; ``places`` take the argument for each tensor from a
-    list of addresses; ``rest`` are the other arguments. Of many matrices ``sizes`` are the bytes of an element for each
-    argument that is a tuple, and ``integers`` what else goes to the table.
+    ``sizes``: bytes of an element for each argument that is a tuple, else 0; ``integers``: what else is in the table.
     """
 
-    name: str
-    launch: Callable[..., None]
-    function: int
-    head: tuple[Any, ...]
-    programs: int
-    device: int
-    places: tuple[Callable[[Sequence[int]], Any], ...]
-    rest: tuple[Any, ...]
-    sizes: tuple[int, ...] | None
-    integers: tuple[Any, ...]
+    compiled: _Compiled
+    sizes: tuple[int, ...]
+    integers: Integers
+    device: torch.device
 
-    def run(self, pointers: Sequence[int], _tensors: Any = None) -> None:
-        """Launches on the current stream of the device, which must be the current one."""
-        name, launch, function, head, programs, device, places, rest, sizes, _ = self
-        if sizes is not None:
-            self._run_on_many(pointers, sizes)
-            return
-        for counter in _counters:
-            counter[name] += 1
-        launch(
-            programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), function, *head,
-            *map(call, places, repeat(pointers)), *rest,
-        )  # fmt: skip
-
-    def _run_on_many(self, pointers: Sequence[int], sizes: Sequence[int]) -> None:
-        """Launches by way of a table, see :func:`in_table`."""
-        addresses = [place(pointers) for place in self.places]
-        lists = [each for each, size in zip(addresses, sizes, strict=True) if size]
-        on = torch.device("cuda", self.device) if self.device >= 0 else torch.device("cpu")
-        table = _table(lists, [size for size in sizes if size], self.integers, on)
+    def __call__(self, programs: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        addresses, constants = rest[: len(self.sizes)], rest[len(self.sizes) :]
+        lists = [each for each, size in zip(addresses, self.sizes, strict=True) if size]
+        table = _table(lists, [size for size in self.sizes if size], self.integers, self.device)
         begin, step = table.data_ptr(), table.stride(0) * table.element_size()
         rows = iter(range(begin, begin + step * table.shape[0], step))
-        arguments = [(each[0], next(rows)) if size else each for each, size in zip(addresses, sizes, strict=True)]
-        constants = self.rest[len(self.integers) :]
-        for counter in _counters:
-            counter[self.name] += 1
-        self.launch(
-            self.programs, 1, 1, torch._C._cuda_getCurrentRawStream(self.device), self.function, *self.head,
-            *arguments, *[(row,) for row in rows], *constants,
-        )  # fmt: skip
+        arguments = [(each[0], next(rows)) if size else each for each, size in zip(addresses, self.sizes, strict=True)]
+        launch, function, head = self.compiled
+        launch(programs, y, z, stream, function, *head, *arguments, *[(row,) for row in rows], *constants)
 
 
 class _Compiled(NamedTuple):
@@ -240,21 +168,45 @@ class Kernel:
         """Launches ``programs`` instances, on the current stream of the device of the tensors; none for 0."""
         if programs == 0:
             return
-        for counter in _counters:
+        for counter in counters:
             counter[self.name] += 1
-        if log.recording():
-            log.append(Launch(self, programs, tensors, integers, constants, warps))
+        taped = tape.current()
+        if taped is None:
+            self._run(programs, tensors, integers, constants, warps)
+            return
+        with taped.hidden():
+            self._run(programs, tensors, integers, constants, warps)
+            prepared = self._prepared(tensors, integers, constants, warps)
+        if prepared is None:
+            taped.refuse(f"{self.name} is launched by Triton's JIT")
+        else:
+            launcher, head, rest = prepared
+            taped.launched(self.name, launcher, head, programs, [*tensors, *rest])
+
+    def _run(self, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int) -> None:
         if self.by_table(tensors):
             tensors, integers = in_table(tensors, integers)
-        first = tensors[0]
-        device = (first[0] if isinstance(first, tuple) else first).get_device()
-        if device < 0:  # Triton's interpreter, in tests
+        device = _device_of(tensors).index
+        if device is None:  # Triton's interpreter, in tests
             self._through_jit(programs, tensors, integers, constants, warps)
         elif device == torch.cuda.current_device():
             self._launch(device, programs, tensors, integers, constants, warps)
         else:
             with torch.cuda.device(device):
                 self._launch(device, programs, tensors, integers, constants, warps)
+
+    def _prepared(
+        self, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
+    ) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]] | None:
+        """A launcher of addresses, and its arguments before and after those; None where the JIT launches."""
+        by_table = self.by_table(tensors)
+        compiled = self.compiled(*(in_table(tensors, integers) if by_table else (tensors, integers)), constants, warps)
+        if compiled is None:
+            return None
+        if not by_table:
+            return compiled[0], (compiled[1], *compiled[2]), (*integers, *constants)
+        sizes = tuple([t[0].element_size() if isinstance(t, tuple) else 0 for t in tensors])
+        return _ByTable(compiled, sizes, tuple(integers), _device_of(tensors)), (), constants
 
     def by_table(self, tensors: Tensors) -> bool:
         """Whether a launch on these takes its arguments from a table."""
@@ -284,10 +236,8 @@ class Kernel:
         self, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int
     ) -> _Compiled | None:
         """Kernel that such a launch has compiled; None where the JIT launches."""
-        first = tensors[0]
-        device = (first[0] if isinstance(first, tuple) else first).get_device()
         _, types, _ = _look_at(tensors)
-        return self._compiled.get((device, warps, constants, *types))
+        return self._compiled.get((_device_of(tensors).index, warps, constants, *types))
 
     def _compile(self, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int) -> _Compiled:
         everyone = [each for t in tensors for each in (t if isinstance(t, tuple) else (t,))]
@@ -319,6 +269,25 @@ class Kernel:
         if self.function_for(constants) is self.function or constants[-1].registers is None:
             return self.options
         return {**self.options, "maxnreg": constants[-1].registers}
+
+
+def by_jit(kernel: Any, programs: int, device: torch.device, *args: Any, **options: Any) -> None:
+    """Launches a Gluon kernel, whose arguments may be TMA descriptors, by Triton's JIT; replays go past it."""
+    count(kernel.__name__)
+    taped = tape.current()
+    with torch.cuda.device(device):
+        if taped is None:
+            kernel[(programs,)](*args, **options)
+            return
+        with taped.hidden():
+            compiled = kernel[(programs,)](*args, **options)
+    head = compiled.function, compiled.packed_metadata, None, None, None
+    taped.launched(kernel.__name__, compiled.run, head, programs, args)
+
+
+def _device_of(tensors: Tensors) -> torch.device:
+    first = tensors[0]
+    return (first[0] if isinstance(first, tuple) else first).device
 
 
 def _look_at(tensors: Tensors) -> tuple[list[int | tuple[int, ...]], list[Any], bool]:

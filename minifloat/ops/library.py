@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from minifloat import backends
+from minifloat.ops.tape import taping
 
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -194,7 +195,9 @@ def directly(x: Any) -> str:
         if not x:
             return ""
         x = x[0]
-    if torch.compiler.is_dynamo_compiling() or type(x) not in _TENSORS or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_dynamo_compiling() or type(x) not in _TENSORS:
+        return ""
+    if torch._C._len_torch_dispatch_stack() > taping.modes:
         return ""
     if not x.is_cuda:
         return "cpu" if x.is_cpu and not torch.is_grad_enabled() else ""

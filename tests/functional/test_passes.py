@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,12 +12,19 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from minifloat import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, autocast
+from minifloat import (
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    TransformerLayer,
+    autocast,
+    quantized_model_init,
+)
 from minifloat.functional import fused_layers, linear
-from minifloat.ops import log
-from minifloat.ops.replay import MOST_RECORDINGS, Recorder, Recording
+from minifloat.ops.tape import MOST_TAPES, Recorder
 from tests.helpers.compare import assert_same_bits
-from tests.helpers.replay_on_cpu import replay_on_cpu
+from tests.helpers.replay_on_cpu import counted_replays, replay_on_cpu
 
 MODULES: dict[str, Callable[..., nn.Module]] = {
     "linear": lambda **how: Linear(256, 256, **how),
@@ -32,17 +38,25 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "layer": lambda **how: TransformerLayer(
         256, 512, 4, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd", **how
     ),
+    "experts": lambda **how: GroupedLinear(3, 256, 256, **how),
+    "weights of two microbatches": lambda **how: Linear(256, 256, **how),
+}
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "experts": lambda layer, x, step: layer(x, [x.shape[:-1].numel() - 9, 0, 9]),
+    "weights of two microbatches": lambda layer, x, step: layer(x, is_first_microbatch=step % 2 == 0),
 }
 
 
 def steps(module: str, recipe: str, shape: tuple[int, ...]) -> list[Tensor]:
-    """Outputs, gradients and buffers of four steps on different data."""
+    """Outputs, gradients and buffers of six steps on different data."""
     torch.manual_seed(0)
     layer, found = MODULES[module](device="cuda", params_dtype=torch.bfloat16), []
-    for scale in (1, 2, 3, 4):
+    for scale in range(1, 7):
         x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         with autocast(recipe=recipe):
-            outputs = layer(x)
+            outputs = CALLS[module](layer, x, scale - 1) if module in CALLS else layer(x)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.backward(outputs, [scale * torch.randn_like(y) for y in outputs])
         found += [y.detach().clone() for y in outputs]
@@ -57,18 +71,42 @@ def steps(module: str, recipe: str, shape: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4"])
 @pytest.mark.parametrize("module", MODULES)
 def test_replayed(module: str, recipe: str, shape: tuple[int, ...]) -> None:
-    """The first step records, the others replay, each with gradients and histories of its own."""
+    """The first steps tape, the others replay all passes, each with gradients and histories of its own."""
     with mock.patch.object(linear, "replayed", _never), mock.patch.object(fused_layers, "replayed", _never):
         want = steps(module, recipe, shape)
-    replay = Recording.replay
-    with mock.patch.object(Recording, "replay", autospec=True, side_effect=replay) as replays:
+    with counted_replays() as replays:
         got = steps(module, recipe, shape)
-    assert replays.call_count >= (6 if recipe in ("current", "delayed", "block", "mxfp8") else 0)
+    assert len(replays) >= 12 and all(replays[-8:])
     for one, other in zip(got, want, strict=True):
         assert_same_bits(one, other)
 
 
-def _never(recorder: object, key: object, tensors: list[Tensor], function: Callable[[], object]) -> object:
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8"])
+def test_quantized_weights(recipe: str) -> None:
+    """Whose operands are given to a pass."""
+    found = []
+    for replayed in (linear.replayed, _never):
+        torch.manual_seed(0)
+        with quantized_model_init(recipe=recipe):
+            layer = Linear(256, 256, device="cuda", params_dtype=torch.bfloat16)
+        with mock.patch.object(linear, "replayed", replayed), counted_replays() as replays:
+            for _ in range(4):
+                x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                with autocast(recipe=recipe):
+                    y = layer(x)
+                y.backward(torch.randn_like(y))
+                found.append([y.detach(), x.grad, layer.weight.grad])
+                layer.zero_grad()
+            assert replayed is _never or all(replays[-4:])
+    for got, want in zip(found[:4], found[4:], strict=True):
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits(one, other)
+
+
+def _never(
+    recorder: object, key: object, tensors: list[Tensor], function: Callable[[], object], *held: object
+) -> object:
     tensors.clear()
     return function()
 
@@ -111,54 +149,22 @@ def test_no_output_is_a_view() -> None:
 
 
 def test_what_follows_from_the_key_comes_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is too large is called each time, with nothing but the caller holding its tensors."""
+    """And nothing but the caller holds what is read."""
     replay_on_cpu(monkeypatch)
     x, calls = torch.randn(4, 4), []
 
     def function() -> tuple[list[Tensor], str]:
         calls.append(1)
-        return [log.library(_double, [x])], "rest"
+        return [2 * x], "rest"
 
-    recorder = Recorder(most_bytes=1 << 10)
-    for _ in range(3):
+    recorder = Recorder()
+    for call in range(3):
         tensors: list[Tensor | None] = [x, None]
-        (result,), rest = recorder(None, tensors, function)
-        assert rest == "rest" and len(tensors) == 2
+        held = [x]
+        (result,), rest = recorder(None, tensors, function, held)
+        assert rest == "rest" and not tensors and bool(held) == (call == 0)
         assert_same_bits(result, 2 * x)
     assert len(calls) == 1
-    large = Recorder(most_bytes=8)
-    for _ in range(2):
-        tensors = [x]
-        large(None, tensors, function)
-        assert not tensors
-    assert len(calls) == 3
-    for size in range(1, 2 * MOST_RECORDINGS):
-        large(None, [torch.zeros(4, size)], function)
-    assert len(large.known) <= MOST_RECORDINGS
-
-
-def test_what_is_launched_past_the_log_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that Triton launches itself, as those that read by TMA, say so."""
-    replay_on_cpu(monkeypatch)
-    x, recorder = torch.randn(4, 4), Recorder()
-
-    def function() -> tuple[list[Tensor], None]:
-        y = log.made(torch.empty(4, 4))
-        y.copy_(x)
-        log.unlogged()
-        return [y, log.library(_double, [x])], None
-
-    for _ in range(3):
-        (y, _), _ = recorder(None, [x], function)
-        assert_same_bits(y, x)
-
-
-def test_launches_past_the_log_say_so() -> None:
-    ops = Path(log.__file__).parent
-    for file in ops.rglob("*.py"):
-        text = file.read_text() if file.name != "launch.py" else ""
-        assert len(re.findall(r"_kernel\[\(", text)) == text.count("log.unlogged()"), file
-
-
-def _double(tensors: list[Tensor]) -> Tensor:
-    return 2 * tensors[0]
+    for size in range(1, 2 * MOST_TAPES):
+        recorder(None, [torch.zeros(4, size)], lambda: ([], None))
+    assert len(recorder.known) <= MOST_TAPES

@@ -49,6 +49,6 @@ def poison_empties() -> None:
     torch.empty_like = _poisoned(torch.empty_like)
     torch.empty_strided = _poisoned(torch.empty_strided)
     torch.Tensor.new_empty = _poisoned(torch.Tensor.new_empty)  # type: ignore[method-assign]
-    launch = sys.modules.get("minifloat.ops.launch")  # which tests of kernels have imported
-    if launch is not None:
-        launch.empty_strided = _poisoned(launch.empty_strided)  # type: ignore[attr-defined]
+    tape = sys.modules.get("minifloat.ops.tape")  # which tests of the package have imported
+    if tape is not None:
+        tape.empty_strided = _poisoned(tape.empty_strided)  # type: ignore[attr-defined]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from minifloat.ops import launch
+from minifloat.ops import tape
 from minifloat.ops.launch import Kernel
 from minifloat.ops.matmul import SteppedProduct, native
+from minifloat.ops.tape import Recorder
 from tests.helpers import triton_interpreter  # noqa: F401
 
 
@@ -51,7 +54,7 @@ class Interpreted:
 def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches on a CPU can be prepared, and what a replay allocates is on the CPU."""
     monkeypatch.setattr(
-        launch, "empty_strided", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+        tape, "empty_strided", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
     )
     monkeypatch.setattr(Kernel, "compiled", lambda *args: (Interpreted(*args).run, 0, (None,) * 4))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
@@ -73,6 +76,23 @@ def multiply_strided(a_tile: bool, b_tile: bool, operands: Any, out_dtype: torch
         spread = scale.repeat_interleave(128, 1)[:, : codes.shape[1]].double()
         values.append(codes.float().double() * spread.nan_to_num(0.0))
     return (values[0] @ values[1].t()).to(out_dtype)
+
+
+@contextmanager
+def counted_replays() -> Iterator[list[bool]]:
+    """Notes of each function that a recorder is given whether it was replayed."""
+    notes: list[bool] = []
+    record = Recorder.__call__
+
+    def spy(self: Recorder, key: Any, tensors: Any, function: Any, *held: Any) -> Any:
+        called: list[int] = []
+        result = record(self, key, tensors, lambda: (called.append(1), function())[1], *held)
+        notes.append(not called)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "__call__", spy)
+        yield notes
 
 
 def nothing_else(patch: pytest.MonkeyPatch) -> None:

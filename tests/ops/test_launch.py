@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ pytest.importorskip("triton")
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.nn import Linear
 from minifloat.ops import quantize
-from minifloat.ops.launch import Kernel, Launch, count_launches, ready
-from minifloat.ops.log import recorded
+from minifloat.ops.launch import Kernel, count_launches, ready
 from minifloat.ops.quantize import gpu, per_tensor
 from minifloat.recipe import Float8CurrentScaling
 from tests.helpers import triton_interpreter  # noqa: F401
@@ -59,7 +57,7 @@ def launch_once(device: torch.device) -> None:
     per_tensor.amax([torch.ones(16, 16, device=device)], [torch.zeros(1, device=device)])
 
 
-# ---- counting and recording ----
+# ---- counting ----
 
 
 def test_counters_nest(device: torch.device) -> None:
@@ -89,65 +87,9 @@ def test_counters_that_end_out_of_order_or_by_an_error(device: torch.device) -> 
 
 def test_no_programs_are_no_launch(device: torch.device) -> None:
     found = torch.zeros(1, device=device)
-    with count_launches() as launches, recorded() as kept:
+    with count_launches() as launches:
         per_tensor.amax([torch.ones(0, 16, device=device)], [found])
-    assert not launches and not kept.steps and found.item() == 0
-
-
-def test_recordings_nest(device: torch.device) -> None:
-    with recorded() as outer:
-        launch_once(device)
-        with recorded() as inner:
-            launch_once(device)
-            launch_once(device)
-        launch_once(device)
-    launch_once(device)
-    assert (len(outer.steps), len(inner.steps)) == (2, 2)
-    assert all(
-        type(launch) is Launch and launch.kernel.name == "amax_kernel" for launch in (*outer.steps, *inner.steps)
-    )
-
-
-def test_a_recording_is_of_its_thread(device: torch.device) -> None:
-    """Autograd has a thread for each device, which launches while the main thread records."""
-    kept: dict[str, list[Launch]] = {}
-    inside, done = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with recorded() as log:
-            inside.set()
-            assert done.wait(60)
-        kept["other"] = log.steps
-
-    def unrecorded() -> None:
-        launch_once(device)
-
-    threads = [threading.Thread(target=other), threading.Thread(target=unrecorded)]
-    with recorded() as log:
-        threads[0].start()
-        assert inside.wait(60)
-        launch_once(device)
-        threads[1].start()
-        threads[1].join()
-        done.set()
-        threads[0].join()
-        launch_once(device)
-    launch_once(device)
-    assert len(log.steps) == 2 and kept["other"] == []
-
-
-def test_a_launch_with_a_tensor_that_has_no_place_is_not_prepared(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Kernel, "compiled", lambda *args: (print, 0, ()))
-    x, found = torch.ones(16, 16, device=device), torch.zeros(1, device=device)
-    with recorded() as log:
-        per_tensor.amax([x], [found])
-    (launch,) = log.steps
-    assert launch.prepare({x.data_ptr(): 0}) is None
-    assert launch.prepare({}) is None
-    prepared = launch.prepare({x.data_ptr(): 0, found.data_ptr(): 3})
-    assert prepared is not None and [place((5, 6, 7, 8)) for place in prepared.places] == [(5,), (8,)]
+    assert not launches and found.item() == 0
 
 
 # ---- arguments ----

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from minifloat import backends, casts, quantizer
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
 from minifloat.operand import Quantized
-from minifloat.ops import launch, quantize, replay
+from minifloat.ops import launch, quantize, tape
 from minifloat.ops.delayed import gpu as delayed_gpu
 from minifloat.ops.launch import count_launches
 from minifloat.ops.quantize import gpu, job, reference
@@ -144,7 +144,7 @@ def test_replays(case: str, usage: tuple[bool, bool], device: torch.device) -> N
             actual = replayed(xs, how, scales=scales)
         assert_same(actual, expected)
         assert counted is None or sum(counted.values()) >= 1
-        assert [type(recording) for recording in known(how)] == [replay.Recording]
+        assert list(map(callable, known(how))) == [True]
 
 
 @pytest.mark.parametrize("case", ["current", "delayed", "nvfp4", "MXFP8 | current"])
@@ -170,8 +170,8 @@ def test_launches_are_the_recorded_ones_and_outputs_new(case: str, device: torch
 @pytest.mark.parametrize("case", ["current", "nvfp4", "delayed", "rowwise", "NVFP4 with an amax for each row"])
 def test_zeros_of_many_calls(case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fill serves several calls, in inference too, and the last ones of it are left to nobody."""
-    monkeypatch.setattr(replay, "MOST_ZEROS", 7 if case in ("current", "nvfp4", "delayed") else 300)
-    monkeypatch.setattr(replay, "_zeros", replay._Zeros())
+    monkeypatch.setattr(tape, "MOST_ZEROS", 7 if case in ("current", "nvfp4", "delayed") else 300)
+    monkeypatch.setattr(tape, "_zeros", tape._Zeros())
     how = CASES[case][:2]
     scales = [torch.full((1,), 3.0, device=device)] * 2
     kept = []
@@ -180,7 +180,7 @@ def test_zeros_of_many_calls(case: str, device: torch.device, monkeypatch: pytes
         with torch.inference_mode(call == 3):
             actual = replayed(xs, how, scales=scales)
         kept.append((actual, by_reference(xs, how, scales=scales)))
-        (taken,) = [taken for _, taken in replay._zeros.filled.values()] if call else [0]
+        (taken,) = [taken for _, taken in tape._zeros.filled.values()] if call else [0]
         assert taken <= 300
     for call, (actual, expected) in enumerate(kept):  # what a call gave is not written to by later ones
         assert_same(actual, expected)
@@ -190,18 +190,18 @@ def test_zeros_of_many_calls(case: str, device: torch.device, monkeypatch: pytes
 def test_a_graph_fills_zeros_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all casts of one capture, and anew for the next one."""
     fills: list[int] = []
-    filled = replay._filled
-    monkeypatch.setattr(replay, "_filled", lambda count, on: fills.append(count) or filled(count, on))
+    filled = tape._filled
+    monkeypatch.setattr(tape, "_filled", lambda count, on: fills.append(count) or filled(count, on))
     xs = values(device, (32, 48), (17, 33))
     replayed(xs, [E4M3, E5M2])
-    before = dict(replay._zeros.filled)
+    before = dict(tape._zeros.filled)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(2):
         fills.clear()
-        with replay.zeros_of_graph():
+        with tape.zeros_of_graph():
             for _ in range(3):
                 assert_same(replayed(xs, [E4M3, E5M2]), by_reference(xs, [E4M3, E5M2]))
-        assert fills == [replay.MOST_ZEROS] and replay._zeros.filled == before
+        assert fills == [tape.MOST_ZEROS] and tape._zeros.filled == before
 
 
 @pytest.mark.parametrize("stream", [0, 7])
@@ -209,7 +209,7 @@ def test_fills_of_operations(stream: int, device: torch.device, monkeypatch: pyt
     """Inductor warms graphs up on a stream of its own, in the graph's memory, of which nothing may be left."""
     if device.type == "cuda":
         pytest.skip("another stream is only pretended here")
-    monkeypatch.setattr(replay, "_zeros", replay._Zeros())
+    monkeypatch.setattr(tape, "_zeros", tape._Zeros())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream, raising=False)
     how = quantizer.casts(CASES["current"][:2], "cuda")
     run = gpu.amax_and_cast(*how.request)
@@ -218,7 +218,7 @@ def test_fills_of_operations(stream: int, device: torch.device, monkeypatch: pyt
         got = run(xs, [None] * len(how.request.formats))
         want = quantize.amax_and_cast.reference(xs, [None] * len(how.request.formats), *how.request)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert bool(replay._zeros.filled) == (stream == 0)
+    assert bool(tape._zeros.filled) == (stream == 0)
 
 
 def test_a_recording_keeps_no_tensor(device: torch.device) -> None:
@@ -251,7 +251,7 @@ def test_one_scale_for_several_tensors_or_one_each(device: torch.device) -> None
     one, other = torch.tensor([2.0], device=device), torch.tensor([30.0], device=device)
     for scales in ([one, one], [one, other], [other, other], [other, one]):
         assert_same(replayed(xs, how, scales=scales), by_reference(xs, how, scales=scales))
-    assert [type(each) for each in known(how)] == [replay.Recording] * 2
+    assert list(map(callable, known(how))) == [True] * 2
 
 
 def test_orientations_share_the_scale_of_one_level(device: torch.device) -> None:
@@ -274,7 +274,7 @@ def test_known_amaxes(case: str, device: torch.device) -> None:
             expected = by_reference(xs, how, amaxes)
             with nothing_else() if call else count_launches():
                 assert_same(replayed(xs, how, amaxes), expected)
-    assert [type(each) for each in known(how)] == [replay.Recording] * 4
+    assert list(map(callable, known(how))) == [True] * 4
 
 
 @pytest.mark.parametrize("case", ["current", "nvfp4", "delayed", "stochastic | nearest", "NVFP4 strips | tiles"])
@@ -300,8 +300,8 @@ def test_amaxes_alone(case: str, device: torch.device) -> None:
             level.fill_(-1.0)
 
 
-def test_levels_that_a_recording_cannot_take(device: torch.device) -> None:
-    """They are cast step by step, among others that are replayed."""
+def test_levels_that_are_copied(device: torch.device) -> None:
+    """Copies are made again by a replay; what begins at an odd address is cast step by step, among others."""
     (x,) = values(device, (32, 48))
     scales = torch.tensor([[2.0, 5.0], [9.0, 4.0]], device=device)
     for call in range(2):
@@ -310,7 +310,7 @@ def test_levels_that_a_recording_cannot_take(device: torch.device) -> None:
             assert_same(replayed([x], [GIVEN], scales=[scale]), expected)
         if not call:
             replayed([x], [GIVEN], scales=[scales[1, 1:]])
-    assert any(known([GIVEN])) and None in known([GIVEN])  # a double is read as a copy
+    assert known([GIVEN]) and all(known([GIVEN]))
     how = [Quantizer(MX, columnwise=False)]
     (blocks,) = quantize.amax.reference([x], [MX.spec], [ROWWISE])  # as a group of ranks finds them, block by block
     for _ in range(2):
@@ -331,9 +331,7 @@ def test_inputs_that_kernels_read_copies_of(device: torch.device) -> None:
         for x in inputs:
             xs = [x, other]
             assert_same(replayed(xs, how), by_reference([x.contiguous(), other], how))
-    assert [type(each) for each in known(how) if each] == [
-        replay.Recording
-    ]  # of the last, which begins where it should
+    assert list(map(callable, known(how))) == [True] * 2  # of those that begin where they should
 
 
 def test_shapes_dtypes_and_leading_dims(device: torch.device) -> None:
@@ -342,7 +340,7 @@ def test_shapes_dtypes_and_leading_dims(device: torch.device) -> None:
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
             xs = [values(device, (8, 48))[0].to(dtype).view(2, 4, 48), torch.ones(16, dtype=dtype, device=device)]
             assert_same(replayed(xs, how), by_reference(xs, how))
-    assert [type(each) for each in known(how)] == [replay.Recording] * 3
+    assert list(map(callable, known(how))) == [True] * 3
 
 
 @pytest.mark.parametrize("case", ["current", "nvfp4"])
@@ -372,17 +370,17 @@ def test_empty_tensors(case: str, device: torch.device) -> None:
             assert_same(replayed(xs, how, scales=scales), expected)
 
 
-def test_what_cannot_be_replayed(device: torch.device) -> None:
+def test_what_has_no_kernel_is_replayed(device: torch.device) -> None:
     how = [Quantizer(Format(block=8, scale_rule="e8m0"), E4M3.row_format), E4M3]  # no kernel
     for call in range(3):
         xs = values(device, (32, 48), (17, 33), scale=10.0**call)
         assert_same(replayed(xs, how), by_reference(xs, how))
-        assert known(how) == [None]
+        assert list(map(callable, known(how))) == [True]
 
 
 def test_recordings_are_bounded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert replay.MOST_RECORDINGS == 256
-    monkeypatch.setattr(replay, "MOST_RECORDINGS", 3)
+    assert tape.MOST_TAPES == 256
+    monkeypatch.setattr(tape, "MOST_TAPES", 3)
     for rows in (1, 2, 3, 4, 5, 4, 1, 7, 9):
         xs = values(device, (rows, 48))
         assert_same(replayed(xs, [E4M3]), by_reference(xs, [E4M3]))
@@ -476,7 +474,7 @@ def test_any_number_of_matrices_is_one_launch(device: torch.device, monkeypatch:
             actual = replayed(xs, how)
         assert set(launches.values()) == {1 if call < 2 else 2}
         assert_same(actual, by_reference(xs, how))
-    assert [type(each) for each in known(how)] == [replay.Recording] * 2
+    assert list(map(callable, known(how))) == [True] * 2
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -487,7 +485,7 @@ def test_casts_that_record(
     """What a compiled layer calls under delayed scaling: recorded at the first call, equal to the reference in all."""
     from minifloat.ops import delayed
 
-    monkeypatch.setattr(delayed_gpu, "_recorder", replay.Recorder())
+    monkeypatch.setattr(delayed_gpu, "_recorder", tape.Recorder())
     cast_of = [0, 0, 1] if transposed else [0, 1]
     formats = ["e4m3/tensor/given"] * len(cast_of)
     dims = [ROWWISE, COLUMNWISE, ROWWISE] if transposed else [ROWWISE, ROWWISE]

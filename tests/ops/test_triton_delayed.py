@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from minifloat.ops import delayed as definition
 from minifloat.ops.delayed import gpu
 from minifloat.ops.launch import count_launches
-from minifloat.ops.replay import Recorder
+from minifloat.ops.tape import Recorder
 from tests.helpers import triton_interpreter  # noqa: F401
 from tests.helpers.replay_on_cpu import replay_on_cpu
 

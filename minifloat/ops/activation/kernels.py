@@ -36,7 +36,6 @@ from minifloat.ops.grouped.table import (
     wanted,
 )
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.log import library, made, zeros
 from minifloat.ops.quantize import FusedCodes, empty_fused_cast
 from minifloat.ops.quantize.blocks import (
     VALUE,
@@ -298,8 +297,8 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """The operation ``activation_forward``."""
     x = ready(x)
-    y = made(x.new_empty((x.shape[0], out_columns(name, x.shape[1])), dtype=dtype))
-    amax = zeros((int(with_amax),), x.device)
+    y = x.new_empty((x.shape[0], out_columns(name, x.shape[1])), dtype=dtype)
+    amax = torch.zeros((int(with_amax),), dtype=torch.float32, device=x.device)
     how = *formula(name, parameters), *VALUE, False, False
     choice = choice or tile("activation", x.device)
     _launch(FORWARD, (x, x, x), FusedCodes(y, y, amax, amax, amax), y.shape, how, with_amax, choice)
@@ -329,14 +328,14 @@ def backward(
     """The operation ``activation_backward``."""
     assert dy.shape == (x.shape[0], out_columns(name, x.shape[1])), (dy.shape, name, x.shape)
     dy, x = ready(dy), ready(x)
-    dx = made(torch.empty_like(x, dtype=dtype))
-    amax = zeros((int(with_amax),), x.device)
+    dx = torch.empty_like(x, dtype=dtype)
+    amax = torch.zeros((int(with_amax),), dtype=torch.float32, device=x.device)
     choice = choice or tile("activation_backward_bias" if with_bias else "activation_backward", x.device)
     partial = partial_sums(x, with_bias, choice)
     how = *formula(name, parameters), *VALUE, False, False, with_bias
     reads = dy, x, x, partial, x
     _launch(BACKWARD, reads, FusedCodes(dx, dx, amax, amax, amax), dy.shape, how, with_amax, choice)
-    return dx, amax, library(_row_sum, [partial]) if with_bias else partial
+    return dx, amax, partial.sum(0) if with_bias else partial
 
 
 def backward_cast(
@@ -357,11 +356,7 @@ def backward_cast(
     how = *formula(name, parameters), *cast_constants(x, fmt, *orders), not given or gated(name), False, with_bias
     reads, spread = (dy, x, x, partial, scale if given else x), fmt if shared else None
     _launch(BACKWARD, reads, out, shape, how, given, choice, spread, orders[2], int(given))
-    return *out, library(_row_sum, [partial]) if with_bias else partial
-
-
-def _row_sum(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].sum(0)
+    return *out, partial.sum(0) if with_bias else partial
 
 
 # ---- of groups of rows ----
@@ -439,4 +434,4 @@ def within_half(choice: Tile, fmt: Format, columns: int) -> Tile:
 def partial_sums(x: Tensor, wanted: bool, choice: Tile) -> Tensor:
     """Sums of the columns of ``x`` over the rows of each tile; [0] if they are not wanted."""
     shape = (triton.cdiv(x.shape[0], choice.rows), x.shape[1]) if wanted else (0,)
-    return made(x.new_empty(shape, dtype=torch.float32))
+    return x.new_empty(shape, dtype=torch.float32)

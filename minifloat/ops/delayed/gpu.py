@@ -16,7 +16,7 @@ from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import FLT_MAX
 from minifloat.ops.quantize.gpu import RecordedCasts
 from minifloat.ops.quantize.reference import CastRequest
-from minifloat.ops.replay import Recorder
+from minifloat.ops.tape import Recorder
 
 _LAYERS = 32
 """Histories that one launch updates."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE
 from minifloat.formats.elements import E4M3
+from minifloat.ops import allocate
 from minifloat.ops.grouped.gemm import Cast, Side, begin, grid_row, group_of, rows_of
 from minifloat.ops.grouped.spread import most_rows, sizes
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.log import allocate
 from minifloat.ops.matmul import fold_kernels, kernels
 from minifloat.ops.matmul.fold_kernels import any_nan, common_scale, encoded, load_packed, unpacked, used_blocks
 from minifloat.ops.matmul.reference import BLOCK, HIGHEST, LEAST, LOWEST, TILE

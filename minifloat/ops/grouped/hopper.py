@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minifloat.formats import COLUMNWISE
-from minifloat.ops import launch, log
+from minifloat.ops import launch
 from minifloat.ops.grouped.gemm import Side
 from minifloat.ops.grouped.hopper_device import _BK, _BN, _CODES, _FACTORS, _HALF, copy_tiles, multiply_half
 from minifloat.ops.quantize.decode import at_16_bytes
@@ -146,17 +146,15 @@ def multiply(
     programs = min(tiles * triton.cdiv(N, TILE), multiprocessors(out.device))
     if programs == 0:
         return
-    launch.count(grouped_hopper_kernel.__name__)
-    log.unlogged()
     strips = scaled and depth == 0 and _strips(a) and _strips(b)
     grids = (_grid(a), _grid(b)) if strips else (a.scale, b.scale)
     along_rows = b.along == COLUMNWISE
     clear = along_rows and (depth == 0 or depth % TILE > 0)
-    with torch.cuda.device(out.device):
-        grouped_hopper_kernel[(programs,)](
-            _described(a, TILE // 2), _described(b, TILE), *grids, a.scale, b.scale,
-            out if bias is None else launch.ready(bias), out, at_16_bytes(a.offsets), at_16_bytes(b.offsets),
-            rows, N, depth, groups, *a.strides, *b.strides,
-            aligned([N]), a.unit, b.unit, along_rows, depth == 0, scaled, a.tile, b.tile, a.step, b.step,
-            bias is not None, clear, strips, SERIES, sweep, STAGES, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch.by_jit(
+        grouped_hopper_kernel, programs, out.device,
+        _described(a, TILE // 2), _described(b, TILE), *grids, a.scale, b.scale,
+        out if bias is None else launch.ready(bias), out, at_16_bytes(a.offsets), at_16_bytes(b.offsets),
+        rows, N, depth, groups, *a.strides, *b.strides,
+        aligned([N]), a.unit, b.unit, along_rows, depth == 0, scaled, a.tile, b.tile, a.step, b.step,
+        bias is not None, clear, strips, SERIES, sweep, STAGES, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -26,13 +26,12 @@ from torch import Tensor
 
 from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
-from minifloat.ops import grouped, matmul
+from minifloat.ops import allocate, grouped, matmul
 from minifloat.ops.grouped import gemm as kernels
 from minifloat.ops.grouped import hopper, spread
 from minifloat.ops.grouped.fold import FoldedWeight
 from minifloat.ops.grouped.gemm import Cast, Side
 from minifloat.ops.launch import ready
-from minifloat.ops.log import allocate
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive
 from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import FEW_ROWS, GemmTile, gemm_tile, tile

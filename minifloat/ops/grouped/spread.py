@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Element, Format, parse
-from minifloat.ops import grouped
+from minifloat.ops import allocate, grouped
 from minifloat.ops.grouped.gemm import Cast, Side, begin, grid_row, group_of, rows_of, unit_of
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.log import allocate
 from minifloat.ops.matmul.kernels import LARGEST, largest_scale
 from minifloat.ops.quantize import gpu, reference
 from minifloat.ops.quantize.decode import TILE, Factors, at_16_bytes, consecutive, decode_tile, restoring

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
-from minifloat.ops import new
+from minifloat.ops import new, tape
 from minifloat.ops.library import SymInt, operation
-from minifloat.ops.log import library
 from minifloat.ops.matmul import emulated, native, reference
 from minifloat.ops.matmul.native import cut
 from minifloat.ops.matmul.reference import finish, scaled
+from minifloat.ops.tape import taping
 
 CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
 """The dims of the left and of the right operand that a GEMM contracts."""
@@ -115,7 +115,7 @@ class Product:
 
         An operation where autograd or a dispatch mode are to see one, else :meth:`run`.
         """
-        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > taping.modes:
             result = scaled_mm(
                 self.gemm, a, a_scale, a_amax, *self.a, m, b, b_scale, b_amax, *self.b, n,
                 out_dtype, bias, fast_accum, self.backend,
@@ -256,11 +256,7 @@ class SteppedProduct:
     """[m, n] = a b^T in three steps; see :class:`Steps`. ``recorded``: kernels of our own do the first and the last."""
 
     def __init__(self, steps: Steps, recorded: bool) -> None:
-        self.steps, self.recorder = steps, None
-        if recorded:
-            from minifloat.ops.replay import Recorder  # which needs Triton
-
-            self.recorder = Recorder()
+        self.steps, self.recorder = steps, tape.Recorder() if recorded else None
 
     def __call__(
         self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
@@ -286,16 +282,15 @@ class SteppedProduct:
     ) -> Tensor:
         operands, left = self.steps.prepare(a, b, direct)
         dtype = out_dtype if direct else torch.float32
-        product = library(self.steps.multiply, [*operands, *([] if into is None else [into])], dtype)
+        if into is None:
+            product = self.steps.multiply(operands, dtype)
+        else:
+            product = tape.opaque(self.steps.multiply, [*operands, into], dtype)
         if self.steps.repair is not None:
             self.steps.repair(product, left)
         if product.shape != (a.outer, b.outer) or not product.is_contiguous():
-            product = library(_cut, [product], a.outer, b.outer)
+            product = cut(product, a.outer, b.outer)
         return product if direct else self.steps.finish(product, left, bias, out_dtype)
-
-
-def _cut(tensors: Sequence[Tensor], m: int, n: int) -> Tensor:
-    return cut(tensors[0], m, n)
 
 
 def stepped(backend: str, a: Format, b: Format, kernels: bool, swizzled: bool = False) -> SteppedProduct:

@@ -18,8 +18,8 @@ from torch import Tensor
 from minifloat.formats import ROWWISE, Format
 from minifloat.formats.device import power_of_two
 from minifloat.formats.elements import E4M3
+from minifloat.ops import allocate
 from minifloat.ops.launch import Kernel
-from minifloat.ops.log import allocate
 from minifloat.ops.matmul import Steps, kernels, native
 from minifloat.ops.matmul.reference import BLOCK, HIGHEST, LEAST, LOWEST, TILE, UNSCALED, contracted_length
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive, load_bytes, load_elements

@@ -20,11 +20,10 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from minifloat.ops import launch, log
+from minifloat.ops import allocate, launch
 from minifloat.ops.grouped.hopper import multiprocessors
 from minifloat.ops.grouped.hopper_device import following, swept
 from minifloat.ops.launch import ready
-from minifloat.ops.log import allocate
 from minifloat.ops.matmul import emulated, kernels
 from minifloat.ops.matmul.kernels import factors_of
 from minifloat.ops.matmul.reference import Scales, contracted_length
@@ -213,13 +212,11 @@ def multiply(operands: Sequence[Tensor], scales: Scales, bias: Tensor | None, ou
     out = allocate((M, N), out_dtype, a.device)
     factors, steps = factors_of(scales, out.new_ones(1, dtype=torch.float32))
     programs = min(triton.cdiv(M, ROWS) * triton.cdiv(N, COLS), multiprocessors(out.device))
-    launch.count(scaled_product_kernel.__name__)
-    log.unlogged()
-    with torch.cuda.device(out.device):
-        scaled_product_kernel[(programs,)](
-            left, right, *factors, out if bias is None else ready(bias), out,
-            M, N, min(depth, b.shape[1]), 1.0 / scales.divisor,
-            aligned([N]), a_k, b_k, *[max(step, 0) for step in steps], bias is not None, SWEEP, STAGES,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch.by_jit(
+        scaled_product_kernel, programs, out.device,
+        left, right, *factors, out if bias is None else ready(bias), out,
+        M, N, min(depth, b.shape[1]), 1.0 / scales.divisor,
+        aligned([N]), a_k, b_k, *[max(step, 0) for step in steps], bias is not None, SWEEP, STAGES,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return out

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.formats.device import e8m0_from_float
+from minifloat.ops import allocate
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.log import allocate
 from minifloat.ops.matmul.reference import Scales, Values, values_shape
 from minifloat.ops.quantize.decode import Factors, at_16_bytes, consecutive, decode, load_bytes
 from minifloat.ops.quantize.device import extent

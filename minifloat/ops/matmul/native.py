@@ -16,7 +16,6 @@ from torch.nn.functional import ScalingType, SwizzleType
 from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.formats.elements import E4M3, e8m0_from_float
-from minifloat.ops.log import library
 from minifloat.ops.matmul import cublaslt
 from minifloat.ops.matmul.reference import UNSCALED, Scales, Values, tensor_factor, values_shape
 from minifloat.ops.quantize.reference import _pack, _unpack, decode
@@ -89,17 +88,9 @@ def per_tensor(
         out = None
     if type(out) is not Tensor or not out.is_contiguous() or out.data_ptr() % 256:
         out = None
-    if out is None:
-        return library(_multiply, [a, a_scale, b, b_scale, *([] if bias is None else [bias])], out_dtype, fast)
-    return _multiply((a, a_scale, b, b_scale, *([] if bias is None else [bias])), out_dtype, fast, out)
-
-
-def _multiply(tensors: Sequence[Tensor], out_dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    a, a_scale, b, b_scale, *bias = tensors
     result: Tensor = torch._scaled_mm(
-        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias[0] if bias else None, out_dtype=out_dtype,
-        use_fast_accum=fast, out=out,
-    )  # fmt: skip
+        a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast, out=out
+    )
     return result
 
 

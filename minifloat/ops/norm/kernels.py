@@ -9,7 +9,7 @@ rows in an order that shapes alone decide, so that runs repeat to the bit.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from minifloat.formats import parse
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.log import allocate, made, zeros
 from minifloat.ops.norm import check
 from minifloat.ops.quantize import empty_fused_cast
 from minifloat.ops.quantize.blocks import (
@@ -180,11 +179,11 @@ def norm_forward(
     rows, width = x.shape
     x, gamma = ready(x), ready(gamma)
     centered = normalization == "LayerNorm"
-    y = made(x.new_empty(0 if dtype is None else x.shape, dtype=dtype))
-    mean = made(x.new_empty(rows if centered else 0, dtype=torch.float32))
-    rsigma = made(x.new_empty(rows, dtype=torch.float32))
-    amax = zeros((int(with_amax),), x.device)
-    total = made(x.new_empty(0 if residual is None else x.shape))
+    y = x.new_empty(0 if dtype is None else x.shape, dtype=dtype)
+    mean = x.new_empty(rows if centered else 0, dtype=torch.float32)
+    rsigma = x.new_empty(rows, dtype=torch.float32)
+    amax = torch.zeros((int(with_amax),), dtype=torch.float32, device=x.device)
+    total = x.new_empty(0 if residual is None else x.shape)
     choice = choice or norm_tile(width, ELEMENTS)
     _forward(
         triton.cdiv(rows, choice.rows),
@@ -392,10 +391,10 @@ def norm_backward(
     tiles = max(1, triton.cdiv(rows, choice.rows * MOST_GROUPS))
     groups = triton.cdiv(rows, choice.rows * tiles)
     # Zeros to add to, where a row is wider than a tile.
-    make = partial(allocate, dtype=torch.float32) if choice.one_chunk else zeros
-    sums = [make((groups, width), device=x.device) for _ in range(1 + centered)]
-    dx, dgamma = made(x.new_empty(x.shape)), made(gamma.new_empty(width))
-    dbeta = made(gamma.new_empty(width if centered else 0))
+    make = torch.empty if choice.one_chunk else torch.zeros
+    sums = [make(groups, width, dtype=torch.float32, device=x.device) for _ in range(1 + centered)]
+    dx, dgamma = x.new_empty(x.shape), gamma.new_empty(width)
+    dbeta = gamma.new_empty(width if centered else 0)
     _backward(
         groups,
         (dy, x, x if dresidual is None else ready(dresidual), gamma, mean, rsigma, dx, sums[0], sums[-1]),

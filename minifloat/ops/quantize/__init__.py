@@ -10,7 +10,6 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops.library import SymInt, operation
-from minifloat.ops.log import made, zeros
 from minifloat.ops.quantize import reference
 from minifloat.ops.quantize.reference import read_amaxes
 
@@ -218,5 +217,5 @@ def empty_fused_cast(
     column_codes, column_scales = empty_cast(x, fmt, COLUMNWISE, k_major, columns) if columnwise else nothing
     if given:
         row_scales, column_scales = x.new_empty(1, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
-    row_codes, column_codes, row_scales, column_scales = map(made, (row_codes, column_codes, row_scales, column_scales))
-    return FusedCodes(row_codes, column_codes, row_scales, column_scales, zeros((int(given),), x.device))
+    amax = torch.zeros((int(given),), dtype=torch.float32, device=x.device)
+    return FusedCodes(row_codes, column_codes, row_scales, column_scales, amax)

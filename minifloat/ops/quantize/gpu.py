@@ -13,11 +13,10 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import quantize
 from minifloat.ops.launch import MOST_BY_VALUE, most_matrices, ready
-from minifloat.ops.log import made, zeros
 from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, empty_cast, nvfp4, per_tensor
 from minifloat.ops.quantize.job import CastJob, CastTarget, groups
 from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix, read_amaxes
-from minifloat.ops.replay import Recorder
+from minifloat.ops.tape import Recorder
 
 
 def casts(fmt: Format) -> bool:
@@ -47,7 +46,7 @@ def amax(xs: Sequence[Tensor], formats: Sequence[str], dims: Sequence[int]) -> l
     single = [not fmt.amax_per_row and (fmt.block == 0 or fmt.scale_rule == "two_level") for fmt in parsed]
     rotated = [fmt.transform == "hadamard16" for fmt in parsed]
     # Not parts of one tensor: outputs of an operation must not share memory.
-    results = [zeros(amax_shape(fmt, dim, *x.shape), x.device) for x, fmt, dim in zip(xs, parsed, dims, strict=True)]
+    results = [_zeros(amax_shape(fmt, dim, *x.shape), x) for x, fmt, dim in zip(xs, parsed, dims, strict=True)]
     plain: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for i, (x, fmt, dim, found) in enumerate(zip(xs, parsed, dims, results, strict=True)):
         check(x, None, fmt, dim)
@@ -102,16 +101,17 @@ def cast(
         before = jobs[-1].targets[-1] if shared and x is previous else None
         if before is not None and fmt.symmetric and before.format == fmt and before.level is level:
             scale_inv = before.scale_inv
-        else:
-            made(scale_inv)
-        made(codes)
-        own_amax = zeros((int(fmt.scale_rule == "given"),), x.device)
+        own_amax = _zeros((int(fmt.scale_rule == "given"),), x)
         target = CastTarget(fmt, dim, level, codes, scale_inv, own_amax, transposed)
         outputs += codes, scale_inv, own_amax
         add(jobs, x, rng, target, x is previous)
         previous = x
     launch(jobs, noop)
     return outputs
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
 
 def gives_values(fmt: Format, level: Tensor | None, x: Tensor) -> bool:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.ops.launch import Kernel, ready
-from minifloat.ops.log import made
 from minifloat.ops.quantize.device import (
     corner,
     extent,
@@ -273,7 +272,7 @@ def rotated(x: Tensor) -> Tensor:
     """Rotates groups of 16 rows of ``x``, contiguous [M, K], for casts to other formats; bf16, M rounded up to 16."""
     choice = tile("amax_nvfp4", x.device)
     programs = _programs([x], choice)
-    result = made(x.new_empty(rotated_rows(x.shape[0]), x.shape[1], dtype=torch.bfloat16))
+    result = x.new_empty(rotated_rows(x.shape[0]), x.shape[1], dtype=torch.bfloat16)
     of_rotated = programs.variant, _aligned([x]), choice.cols
     sources, targets = programs.pad([x]), programs.pad([result])
     ROTATE(programs.total, (sources, targets), (programs.starts, *programs.sizes([x])), of_rotated, choice.warps)
