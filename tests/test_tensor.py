@@ -360,7 +360,6 @@ WRITES: dict[str, Op] = {
     "div_": lambda t, y: t.div_(y.abs() + 1),
     "addcmul_": lambda t, y: t.addcmul_(y, y, value=2),
     "addcdiv_": lambda t, y: t.addcdiv_(y, y.abs() + 1, value=-0.1),
-    "lerp_": lambda t, y: t.lerp_(y, 0.1),
     "clamp_": lambda t, y: t.clamp_(-1, 1),
     "normal_": lambda t, y: t.normal_(0, 2),
     "uniform_": lambda t, y: t.uniform_(-1, 1),
@@ -380,7 +379,6 @@ FOREACH_WRITES: dict[str, Callable[[list[Any], list[Tensor]], Any]] = {
     "div_": lambda ts, ys: torch._foreach_div_(ts, 3.0),
     "addcmul_": lambda ts, ys: torch._foreach_addcmul_(ts, ys, ys, value=2),
     "addcdiv_": lambda ts, ys: torch._foreach_addcdiv_(ts, ys, [y.abs() + 1 for y in ys], value=-0.1),
-    "lerp_": lambda ts, ys: torch._foreach_lerp_(ts, ys, 0.1),
     "clamp_": lambda ts, ys: torch._foreach_clamp_max_(ts, 0.5),
     "copy_": lambda ts, ys: torch._foreach_copy_(ts, ys),
 }

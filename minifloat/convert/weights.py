@@ -120,6 +120,23 @@ def dequantize(module: nn.Module, names: Iterable[str]) -> None:
             _dequantize(layer, [name])
 
 
+@torch.no_grad()
+def dequantize_weights(model: nn.Module) -> None:
+    """Replaces quantized parameters by their values in high precision, which the layers cast from then on.
+
+    A moving average needs them, since codes round its small updates away:
+    ``dequantize_weights(average := AveragedModel(model))``.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if isinstance(weight, QuantizedTensor) and weight not in made:
+                _dequantize(module, [name])
+                made[weight] = module.get_parameter(name)
+            elif weight in made:
+                replace(module, name, made[weight])
+
+
 def _dequantize(layer: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         weight = layer.get_parameter(name)

@@ -146,9 +146,9 @@ def _keeps_form(t: QuantizedTensor, kwargs: dict[str, Any]) -> bool:
 
 @_handles(
     WRITES,
-    "zero_ fill_ add_ sub_ mul_ div_ addcmul_ addcdiv_ lerp_ clamp_ clamp_min_ clamp_max_ normal_ uniform_ "
+    "zero_ fill_ add_ sub_ mul_ div_ addcmul_ addcdiv_ clamp_ clamp_min_ clamp_max_ normal_ uniform_ "
     "_foreach_zero_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_addcmul_ _foreach_addcdiv_ "
-    "_foreach_lerp_ _foreach_clamp_min_ _foreach_clamp_max_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_",
+    "_foreach_clamp_min_ _foreach_clamp_max_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_",
 )
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes on the values, one copy for each tensor however often it is listed, and quantizes those written."""
@@ -167,6 +167,18 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], Tensor):
         count_writes(written.values())
     return args[0] if func._schema.returns else None
+
+
+@_handles(WRITES, "lerp_ _foreach_lerp_")
+def _average(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuses codes, of whose way to the other values each step is below half a step of theirs."""
+    for t in written_by(func, args, kwargs):
+        if isinstance(t, QuantizedTensor) and t._operands.any.format.quantized:
+            raise ValueError(
+                f"{t._whose} would round a moving average's small updates away: average in high precision, after "
+                "minifloat.convert.dequantize_weights(averaged_model)"
+            )
+    return _in_place(func, args, kwargs)
 
 
 @_handles(WRITES, "copy_")

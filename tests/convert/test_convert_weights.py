@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from minifloat import Linear, QuantizerRole, autocast
-from minifloat.convert import convert, revert
+from minifloat.convert import convert, dequantize_weights, revert
 from minifloat.functional import count_gemms
 from minifloat.nn import quantized_model_init
 from minifloat.quantizer import Quantizer
@@ -241,3 +242,28 @@ def test_recipes_that_take_turns_leave_nothing_behind() -> None:
             assert torch.equal(y, values(x))
     assert model.base.weight is weight and list(model.state_dict()) == state
     assert model.base._weight_cache is None and not model.base._configs.custom
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
+def test_a_moving_average_is_in_high_precision(recipe: str) -> None:
+    with quantized_model_init(recipe=recipe):
+        model = nn.Sequential(*[Linear(32, 32, bias=False, recipe=recipe) for _ in range(3)])
+    model[2].weight = model[0].weight
+    average, rounded = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99)) for _ in range(2)]
+    dequantize_weights(average)
+    assert type(average.module[0].weight) is nn.Parameter and average.module[2].weight is average.module[0].weight
+    start = [p.detach().clone() for p in average.parameters()]
+    assert all(torch.equal(p, q.dequantize()) for p, q in zip(start, model.parameters(), strict=True))
+    average.update_parameters(model)
+    rounded.update_parameters(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.dequantize().roll(1, 0))
+    for _ in range(100):
+        average.update_parameters(model)
+    for p, q, before in zip(average.parameters(), model.parameters(), start, strict=True):
+        wanted = before.lerp(q.dequantize(), 1 - 0.99**100)
+        torch.testing.assert_close(p.detach(), wanted, rtol=1e-5, atol=1e-6)
+    average(torch.randn(16, 32))
+    with pytest.raises(ValueError, match=r"Linear\(32, 32\): its weight .*dequantize_weights"):
+        rounded.update_parameters(model)
