@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from minifloat.arguments import checked
 from minifloat.compat import find
 from minifloat.convert import convert
+from minifloat.convert.select import is_sharded_by_fsdp
+from minifloat.distributed import sharded_weights
 from minifloat.recipe import Float8CurrentScaling, Float8RowwiseScaling, MMParams, Recipe
 
 WAYS_OUT = {
@@ -39,7 +43,8 @@ class Float8GemmConfig:
 class Float8LinearConfig:
     """Options of a conversion, from which its recipe follows.
 
-    ``enable_fsdp_float8_all_gather``: :func:`minifloat.distributed.fully_shard` does it, PyTorch's does not.
+    ``enable_fsdp_float8_all_gather``: :func:`minifloat.distributed.fully_shard` does it; the first forward after
+    PyTorch's, which does not, warns.
     ``pad_inner_dim``, ``emulate`` and ``force_recompute_fp8_weight_in_bwd`` have no effect.
     """
 
@@ -87,8 +92,26 @@ def convert_to_float8_training(
     config: Float8LinearConfig | None = None,
 ) -> nn.Module:
     """Calls :func:`minifloat.convert` and returns the module; without a filter all linears are converted."""
-    convert(module, (config or Float8LinearConfig()).recipe, module_filter_fn or (lambda linear, name: True))
+    config = config or Float8LinearConfig()
+    convert(module, config.recipe, module_filter_fn or (lambda linear, name: True))
+    if config.enable_fsdp_float8_all_gather:
+        module.register_forward_pre_hook(_check_gathers)
     return module
+
+
+def _check_gathers(module: nn.Module, args: Any) -> None:
+    """Warns at the first forward where PyTorch's own ``fully_shard`` gathers weights, in high precision."""
+    if torch.compiler.is_compiling():
+        return
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _check_gathers:
+            del module._forward_pre_hooks[key]
+    if any(is_sharded_by_fsdp(each) for each in module.modules()) and not sharded_weights(module):
+        warnings.warn(
+            "enable_fsdp_float8_all_gather=True, but PyTorch's own fully_shard gathers the weights in high precision; "
+            "shard with the other one: from minifloat.distributed import fully_shard",
+            stacklevel=2,
+        )
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:

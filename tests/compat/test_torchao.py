@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 import minifloat
 from minifloat.compat import torchao
 from minifloat.compat.torchao import Float8GemmConfig, Float8LinearConfig, convert_to_float8_training
+from minifloat.distributed import fully_shard
 from minifloat.recipe import Float8CurrentScaling, Float8RowwiseScaling, MMParams
+from tests.helpers.distributed_pool import on_ranks
 
 
 def model() -> nn.Sequential:
@@ -82,3 +87,23 @@ def test_what_is_missing_names_the_way_out() -> None:
         for name in torchao.WAYS_OUT:
             with pytest.raises(AttributeError, match=rf"no attribute '{name}'; (use|leave)"):
                 getattr(module, name)
+
+
+@on_ranks(2)
+def test_gathers_of_pytorch_warn_once(rank: int, size: int) -> None:
+    shard: Any
+    config, mesh = Float8LinearConfig(enable_fsdp_float8_all_gather=True), init_device_mesh("cpu", (size,))
+    for shard, warns in ((fsdp.fully_shard, True), (fully_shard, False), (None, False)):
+        m = convert_to_float8_training(model(), config=config)
+        if shard is not None:
+            for each in (*m, m):
+                shard(each, mesh=mesh)
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                m(torch.randn(16, 32).bfloat16()).square().sum().backward()
+            found = [str(each.message) for each in caught if "all_gather" in str(each.message)]
+            assert len(found) == warns and all(
+                "from minifloat.distributed import fully_shard" in each for each in found
+            )
+            warns = False

@@ -100,7 +100,9 @@ def test_histories_that_are_assigned(rank: int, size: int) -> None:
     for number in range(2):
         train(model, optimizer, 200 + rank + number)
     for layer in model:
-        assert torch.equal(layer.weight._local_tensor.operands.any.scale_inv, weight_scale(layer, "weight").reciprocal())
+        assert torch.equal(
+            layer.weight._local_tensor.operands.any.scale_inv, weight_scale(layer, "weight").reciprocal()
+        )
 
 
 def tensor_parallel(rank: int, size: int) -> None:
