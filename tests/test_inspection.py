@@ -47,7 +47,7 @@ def test_parts_add_up_to_the_whole() -> None:
 
 def test_no_rows_lose_nothing() -> None:
     x = torch.zeros(0, 32)
-    assert read(measure(x, Quantizer(parse("e4m3/1x32/e8m0"))(x).any)) == (0, 0, 0, math.inf, 0)
+    assert read(measure(x, Quantizer(parse("e4m3/1x32/e8m0"))(x).any)) == (0, 0, 0, math.inf, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

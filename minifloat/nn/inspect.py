@@ -21,7 +21,7 @@ from minifloat.autocast import used
 from minifloat.formats import ROWWISE
 from minifloat.functional.quantize import RoleCasts
 from minifloat.functional.spec import LinearCasts, Spec
-from minifloat.inspection import Losses, combine, measure, read
+from minifloat.inspection import MEANINGS, Losses, combine, measure, read
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, as_matrix
 from minifloat.tensor import QuantizedTensor
@@ -169,8 +169,8 @@ class Inspection:
             values = torch.stack([each for *_, each in own]).cpu()
             for (step, order, place, _), sums in zip(own, values, strict=True):
                 self._add(step, place, sums)
-                if sums[-1] > 0:
-                    found = NonFinite(step, order, _rank(), place, int(sums[-1]))
+                if elements := read(sums).nonfinite:
+                    found = NonFinite(step, order, _rank(), place, elements)
                     self._first = found if self._first is None else min(self._first, found)
 
     def _add(self, step: int, place: Place, sums: Tensor) -> None:
@@ -184,25 +184,26 @@ class Inspection:
         return self._first
 
     def rows(self) -> list[tuple[Place, Losses]]:
-        """Lists the statistics of all inspected steps together, worst first: non-finite, then the lowest SNR."""
+        """Lists the statistics of all inspected steps together, worst first: non-finite, then by excess."""
         self._fetch()
         sums: dict[Place, list[Tensor]] = {}
         for (_, place), each in self._measured.items():
             sums.setdefault(place, []).append(each)
         rows = [(place, read(combine(torch.stack(each)))) for place, each in sums.items()]
-        return sorted(rows, key=lambda row: (-row[1].nonfinite, row[1].snr))
+        return sorted(rows, key=lambda row: (-row[1].nonfinite, -row[1].excess, row[1].snr))
 
     def table(self) -> str:
-        """Writes :meth:`rows` as plain text."""
+        """Writes :meth:`rows` as plain text, and what each column means."""
         rows = self.rows()
         width = max([5, *(len(place.layer) for place, _ in rows)])
         lines = [
-            f"{'layer':{width}}  role  orientation        amax  underflow  saturation   SNR dB  non-finite",
+            f"{'layer':{width}}  role  orientation  excess        amax  underflow  saturation   SNR dB  non-finite",
             *(
-                f"{place.layer:{width}}  {place.role:4}  {place.orientation:11}  {of.amax:10.3g}  {of.underflow:9.2%}  "
-                f"{of.saturation:10.2%}  {of.snr:7.1f}  {of.nonfinite:10}"
+                f"{place.layer:{width}}  {place.role:4}  {place.orientation:11}  {of.excess:6.1%}  {of.amax:10.3g}  "
+                f"{of.underflow:9.2%}  {of.saturation:10.2%}  {of.snr:7.1f}  {of.nonfinite:10}"
                 for place, of in rows
             ),
+            *(f"{name}: {meaning}" for name, meaning in MEANINGS.items()),
         ]
         return "\n".join(lines)
 

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from minifloat.inspection import Losses
+from minifloat.inspection import MEANINGS, Losses
 from minifloat.nn.inspect import Place
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def read_lines(folder: Path) -> list[Line]:
             if each["snr"] is None:
                 each["snr"] = -math.inf if each["nonfinite"] else math.inf
             place = Place(*(each[name] for name in Place._fields))
-            each["snr"] = float(each["snr"])  # of "-inf", too
+            each |= {"snr": float(each["snr"]), "excess": each.get("excess", 0.0)}  # "-inf", and lines without
             numbers: Any = (math.nan if each[name] is None else each[name] for name in Losses._fields)
             casts[step := each["step"]] += 1
             lines.append(((step, casts[step], rank), Line(step, rank, place, Losses(*numbers))))
@@ -79,7 +79,7 @@ def worst(lines: Sequence[Line], key: Callable[[Line], K]) -> dict[K, Losses]:
     groups: dict[K, list[Losses]] = {}
     for line in lines:
         groups.setdefault(key(line), []).append(line.losses)
-    ways: tuple[Any, ...] = max, _largest, _largest, min, sum  # of the fields of Losses
+    ways: tuple[Any, ...] = max, _largest, _largest, min, sum, max  # of the fields of Losses
     return {
         of: Losses(*(way(each) for way, each in zip(ways, zip(*group, strict=True), strict=True)))
         for of, group in groups.items()
@@ -139,14 +139,16 @@ def page(lines: Sequence[Line], picture: bytes) -> str:
             f"First infinite or NaN elements: {first.losses.nonfinite} in {first.place.role} of {first.place.layer}, "
             f"step {first.step}, rank {first.rank}."
         )
-    rows = sorted(worst(lines, lambda line: line.place).items(), key=lambda row: (-row[1].nonfinite, row[1].snr))
+    by_place = worst(lines, lambda line: line.place)
+    rows = sorted(by_place.items(), key=lambda row: (-row[1].nonfinite, -row[1].excess, row[1].snr))
     body = "".join(
-        f"<tr><td>{'<td>'.join(map(escape, place))}<td>{of.amax:.3g}<td>{of.underflow:.2%}<td>{of.saturation:.2%}"
-        f"<td>{of.snr:.1f}<td>{of.nonfinite}\n"
+        f"<tr><td>{'<td>'.join(map(escape, place))}<td>{of.excess:.1%}<td>{of.amax:.3g}<td>{of.underflow:.2%}"
+        f"<td>{of.saturation:.2%}<td>{of.snr:.1f}<td>{of.nonfinite}\n"
         for place, of in rows
     )
-    image = base64.b64encode(picture).decode()
-    return _HTML.format(verdict=escape(verdict), image=image, rows=body, steps=len({line.step for line in lines}))
+    image, steps = base64.b64encode(picture).decode(), len({line.step for line in lines})
+    meanings = "".join(f"<li>{name}: {escape(meaning)}\n" for name, meaning in MEANINGS.items())
+    return _HTML.format(verdict=escape(verdict), image=image, rows=body, steps=steps, meanings=meanings)
 
 
 def write_report(folder: Path) -> Path:
@@ -186,13 +188,16 @@ td:nth-child(-n+3), th:nth-child(-n+3) {{ text-align: left }}
 <p><b>{verdict}</b></p>
 <p>The worst of {steps} inspected steps and of all ranks; click a heading to sort by it, the worst first.</p>
 <table>
-<thead><tr><th>layer<th>role<th>orientation<th>amax<th>underflow<th>saturation<th>SNR (dB)<th>non-finite</thead>
+<thead><tr><th>layer<th>role<th>orientation<th>excess<th>amax
+<th>underflow<th>saturation<th>SNR (dB)<th>non-finite</thead>
 <tbody>
 {rows}</tbody></table>
+<ul>
+{meanings}</ul>
 <p><img alt="layers over steps" src="data:image/png;base64,{image}"></p>
 <script>
 const body = document.querySelector("tbody"), text = (row, i) => row.cells[i].textContent
-const number = (row, i) => parseFloat(text(row, i).replace("inf", "Infinity")) * (i == 6 ? -1 : 1)
+const number = (row, i) => parseFloat(text(row, i).replace("inf", "Infinity")) * (i == 7 ? -1 : 1)
 document.querySelectorAll("th").forEach((head, i) => head.onclick = () => body.append(...[...body.rows].sort(
   (a, b) => number(b, i) - number(a, i) || text(a, i).localeCompare(text(b, i)))))
 </script>

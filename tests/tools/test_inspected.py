@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minifloat.inspection import MEANINGS
 from minifloat.tools.inspected import add_scalars, heat_map, read_lines, write_report
 from minifloat.tools.train import loop
 from tests.helpers.micro_training import invoke, write_texts
 
-FINE = {"amax": 1.0, "underflow": 0.0, "saturation": 0.0, "snr": 30.0, "nonfinite": 0}
+FINE = {"amax": 1.0, "underflow": 0.0, "saturation": 0.0, "snr": 30.0, "nonfinite": 0, "excess": 0.0}
 BAD = {"snr": None, "nonfinite": 3}
 
 
@@ -26,10 +28,14 @@ def line(step: int, layer: str, role: str, **losses: Any) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two ranks; on the second an operand is not finite, which makes the first one's next operand so, too."""
-    first = [line(1, "a<b>", "X"), line(1, "a<b>", "W"), line(1, "c", "X", snr=20.0, underflow=0.5)]
+    first = [line(1, "a<b>", "X"), line(1, "a<b>", "W"), line(1, "c", "X", snr=20.0, underflow=0.5, excess=0.4)]
     first += [line(3, "a<b>", "X", snr=None), line(3, "a<b>", "W"), line(3, "c", "X", **BAD)]
     second = [line(1, "a<b>", "X", snr=25.0), line(1, "a<b>", "W"), line(1, "c", "X", saturation=0.25, amax=9.0)]
-    second += [line(3, "a<b>", "X"), line(3, "a<b>", "W", **BAD), line(3, "c", "X")[:-9]]  # as the run was killed
+    second += [
+        line(3, "a<b>", "X"),
+        line(3, "a<b>", "W", **BAD | {"nonfinite": 4}),
+        line(3, "c", "X")[:-9],
+    ]  # as the run was killed
     (tmp_path / "inspect.jsonl").write_text("".join(first))
     (tmp_path / "inspect.rank1.jsonl").write_text("".join(second))
     return tmp_path
@@ -37,15 +43,16 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_page_stands_alone_and_names_the_first(folder: Path) -> None:
     page = write_report(folder).read_text()
-    assert "First infinite or NaN elements: 3 in W of a&lt;b&gt;, step 3, rank 1." in page
+    assert "First infinite or NaN elements: 4 in W of a&lt;b&gt;, step 3, rank 1." in page
     assert "http" not in page and page.count("src=") == 1 and 'src="data:image/png;base64,' in page
     assert (folder / "inspect.png").read_bytes().startswith(b"\x89PNG")
     rows = [row.partition("\n")[0].split("<td>")[1:] for row in page.split("<tr>")[2:]]
     assert [row[:2] for row in rows] == [["a&lt;b&gt;", "W"], ["c", "X"], ["a&lt;b&gt;", "X"]]
-    assert rows[1][3:] == ["9", "50.00%", "25.00%", "-inf", "3"] and rows[2][-2:] == ["25.0", "0"]
+    assert rows[1][3:] == ["40.0%", "9", "50.00%", "25.00%", "-inf", "3"] and rows[2][-2:] == ["25.0", "0"]
+    assert all(f"<li>{name}: " in page for name in MEANINGS)
 
     for path in folder.glob("*.jsonl"):
-        path.write_text(path.read_text().replace('"nonfinite": 3', '"nonfinite": 0'))
+        path.write_text(re.sub('"nonfinite": [34]', '"nonfinite": 0', path.read_text()))
     assert "No operand had an infinite or NaN element." in write_report(folder).read_text()
 
 
