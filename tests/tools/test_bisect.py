@@ -47,6 +47,11 @@ def test_several_or_none() -> None:
     assert few.kept == tuple(LAYERS) and not few.exact and few.runs == 3
 
 
+@pytest.mark.parametrize("most", range(2, 9))
+def test_no_run_more_than_the_most(most: int) -> None:
+    assert all(found({bad}, most=most).runs <= most for bad in LAYERS)
+
+
 def test_a_loss_that_is_nan_is_too_far() -> None:
     verdict = bisect(["a", "b"], lambda kept: 0.0 if "b" in kept else math.nan, 0.01)
     assert verdict.kept == ("b",) and verdict.gap_before == math.inf
@@ -102,6 +107,14 @@ def test_relative_error() -> None:
     assert relative_error(x[:0], quantizer) == 0.0
 
 
+def test_an_error_is_at_most_1_under_stochastic_rounding() -> None:
+    """One small element in ten is rounded up to ten times its size."""
+    quantizer = minifloat.NVFP4BlockScaling().quantizer(minifloat.QuantizerRole("linear", "grad_output"))
+    x = torch.full((64, 64), 0.05)
+    x[:, ::16] = 6.0
+    assert 0.9 < relative_error(x, quantizer) <= 1
+
+
 def test_the_command(tmp_path: Path) -> None:
     """Of a gap that any recipe reaches, one that none does, and mistakes."""
     text, short = write_texts(tmp_path), ("--model", "micro", "--steps", 2, "--batch-size", 2, "--device", "cpu")
@@ -109,5 +122,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert code == 0 and "lose most" in said and "no layer has to stay in bf16" in said, said
     code, said = invoke("bisect", text, *short, "--gap", -10, "--runs", 3)
     assert code == 0 and "3 runs did not tell whether fewer are enough: rules=[('" in said, said
+    code, said = invoke("bisect", text, *short, "--learning-rate", 1e30)
+    assert code == 2 and "the run in bf16 has no finite loss" in said and "gap" not in said, said
     code, said = invoke("bisect", text, "--recipe", "bf16")
     assert code == 2 and "bf16 is what runs are compared with" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -66,6 +67,8 @@ def command(
         worst = [f"{name} ({100 * error:.0f} %)" for name, error in list(suspects.items())[:SHOWN]]
         typer.echo(f"{len(suspects)} layers; the casts of {', '.join(worst)} lose most of an element's value")
         reference = loss(sizes.make(None, seed))
+        if not math.isfinite(reference):
+            raise ValueError("the run in bf16 has no finite loss to compare with; give a lower --learning-rate")
         typer.echo(f"bf16: validation loss {reference:.4f} after {steps} steps")
 
         def gap_of(kept: Sequence[str]) -> float:
