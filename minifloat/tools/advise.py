@@ -8,17 +8,18 @@ smaller shapes it says no more than that they lose.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from torch import nn
 
-from minifloat.convert import convert, revert
+from minifloat.convert import convert
 
 Shape = tuple[int, int, int]
 """Tokens, out_features and in_features."""
@@ -84,12 +85,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Line:
-    """Equal linears of a model: a pattern of their names, how many they are, and seconds of one by contender."""
+    """Equal linears of a model: a pattern of their names, the names, and seconds of one by contender."""
 
     pattern: str
-    count: int
+    names: tuple[str, ...]
     shape: Shape
     seconds: Mapping[str, float]
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
 
     def gain(self, recipe: str) -> float:
         """Speed under ``recipe``, relative to bf16."""
@@ -120,6 +125,16 @@ class Advice:
         best = min(self.measured.recipes, key=self.total)
         return best if self.total(best) < self.total(None) else None
 
+    def rules(self, recipe: str) -> list[tuple[str, str]]:
+        """Lists the rules that keep what loses in bf16: patterns, or names where a pattern matches what gains too."""
+        gaining = [name for line in self.lines if line.gain(recipe) >= 1 for name in line.names]
+        kept: dict[str, None] = {}
+        for line in self.lines:
+            if line.gain(recipe) < 1:
+                alone = not any(fnmatchcase(name, line.pattern) for name in gaining)
+                kept |= dict.fromkeys([line.pattern] if alone else line.names)
+        return [(name, "none") for name in kept]
+
     def __str__(self) -> str:
         names = self.measured.recipes
         rows = [("linear", "", "tokens x out x in", "bf16, ms", *names)]
@@ -135,8 +150,7 @@ class Advice:
         best = self.best
         if best is None:
             return "\n".join([*lines, "no recipe gains: stay in bf16, or give more tokens a step"])
-        kept = [line.pattern for line in self.lines if line.gain(best) < 1]
-        rules = f", rules={[(pattern, 'none') for pattern in kept]}" if kept else ""
+        rules = f", rules={kept}" if (kept := self.rules(best)) else ""
         gain = self.total(None) / self.total(best)
         return "\n".join([*lines, f"the linears would be {gain:.2f} times as fast: convert(model, {best!r}{rules})"])
 
@@ -153,21 +167,21 @@ def advise(model: nn.Module, tokens: int, measured: Measured | None = None) -> A
         ValueError: nothing converts.
     """
     measured = Measured.read() if measured is None else measured
-    report = convert(model, "current")
-    revert(model)
-    found: Counter[tuple[str, tuple[int, int]]] = Counter()
+    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    report = convert(copy.deepcopy(model, kept), "current", quantize_weights=False)  # a copy shares the tensors
+    found: dict[tuple[str, tuple[int, int]], list[str]] = {}
     unknown: dict[str, None] = {}
     for layer in report.converted:
         pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.names[0])
         if layer.num_experts is None:
-            found[pattern, layer.shape] += 1
+            found.setdefault((pattern, layer.shape), []).append(layer.names[0])
         else:
             unknown[pattern] = None
     if not found:
         raise ValueError("no linear of the model converts alone, so that the table says nothing about it")
     names = [BASELINE, *measured.recipes]
     lines = [
-        Line(pattern, count, (tokens, *shape), {name: measured.predict(name, (tokens, *shape)) for name in names})
-        for (pattern, shape), count in found.items()
+        Line(pattern, tuple(own), (tokens, *shape), {name: measured.predict(name, (tokens, *shape)) for name in names})
+        for (pattern, shape), own in found.items()
     ]
     return Advice(measured, tuple(lines), tuple(unknown))

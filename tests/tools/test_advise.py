@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from minifloat.tools.advise import BASELINE, Measured, advise
+import minifloat
+from minifloat.recipe import named
+from minifloat.tools.advise import BASELINE, Advice, Line, Measured, advise
 from tests.helpers.micro_training import invoke
 
 SHAPES = [(m, n, k) for m in (1024, 4096) for n in (256, 1024, 4096) for k in (256, 1024, 4096)]
@@ -81,6 +83,33 @@ def test_layers_that_lose_stay(table: Path) -> None:
     assert advise(model, 1, Measured.read(table)).best is None
     more = Measured.read(table)
     assert more.predict("block", (40960, 4096, 4096)) == pytest.approx(10 * more.predict("block", (4096, 4096, 4096)))
+    assert more.predict("block", (40960, 4096, 3000)) == pytest.approx(10 * more.predict("block", (4096, 4096, 3000)))
+
+
+def test_a_pattern_of_several_shapes(table: Path) -> None:
+    """Names take its place, or the layers that gain would stay too; a model that is converted stays so."""
+    with torch.device("meta"):  # of which the first and the last are left alone
+        model = nn.Sequential(*(nn.Linear(size, size) for size in (64, 256, 4096, 256, 64)))
+    minifloat.convert(model, "mxfp8", filter_fn=lambda module, name: True)
+    advice = advise(model, 4096, Measured.read(table))
+    assert [layer.recipe for layer in model] == [named("mxfp8")] * 5
+    assert {line.pattern for line in advice.lines} == {"*"}
+    rules = advice.rules("current")
+    assert rules == [("1", "none"), ("3", "none")] and f"rules={rules}" in str(advice)
+    report = minifloat.convert(model, "current", rules=rules)
+    assert [layer.names for layer in report.converted] == [("2",)]
+
+
+def test_the_recipe_is_chosen_with_the_layers_that_stay() -> None:
+    """One is the fastest of all layers, the other where the small one stays in bf16."""
+    small, large = (1, 256, 256), (1, 4096, 4096)
+    seconds = {BASELINE: (1.0, 10.0), "mixed": (100.0, 5.0), "alone": (2.0, 8.0)}
+    lines = [
+        Line(name, (name,), shape, {of: each[i] for of, each in seconds.items()})
+        for i, (name, shape) in enumerate({"small": small, "large": large}.items())
+    ]
+    advice = Advice(Measured("", "", {name: {} for name in seconds}), tuple(lines), ())
+    assert advice.best == "mixed" and advice.total("mixed") == 6
 
 
 def test_the_command(table: Path, tmp_path: Path) -> None:
