@@ -152,6 +152,26 @@ def test_every_element_is_counted_once(recipe: str) -> None:
         assert sums[1] == sizes[place.role][int(place.layer)], place
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_counts_nothing_twice(reentrant: bool) -> None:
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self[0], x, use_reentrant=reentrant)
+
+    seen = _step(Model(Linear(64, 64, bias=False)), torch.randn(32, 64, requires_grad=True), "mxfp8")
+    sizes = {place[1:]: float(sums[1]) for (_, place), sums in seen._measured.items()}
+    assert {role for role, _ in sizes} == {"X", "W", "dY"}
+    assert all(size == (64 * 64 if place[0] == "W" else 32 * 64) for place, size in sizes.items())
+
+
+def test_rows_with_more_elements_that_are_not_finite_come_first() -> None:
+    model = nn.Sequential(Linear(64, 64), Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight[3, 5] = math.nan  # a row of the next X
+    counts = [of.nonfinite for _, of in _step(model, torch.randn(32, 64), "mxfp8").rows()]
+    assert counts == sorted(counts, reverse=True) and len(set(counts)) > 2
+
+
 def test_a_part_that_is_evaluated_is_no_part_of_the_step() -> None:
     """Checkpoints compute without gradients too, inside of the model."""
 
