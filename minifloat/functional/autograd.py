@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from minifloat.ops import matmul
 from minifloat.ops.tape import taping
@@ -89,6 +90,16 @@ def guarded(x: Tensor) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return x.clone()
     return x.detach() if x._is_view() else x  # a node that saves a view of its own output is never freed
+
+
+def is_wanted(leaf: Tensor) -> bool:
+    """Whether the backward that runs gives ``leaf`` its gradient: ``torch.autograd.grad(y, x)`` does not."""
+    if not leaf.requires_grad or torch._C._current_graph_task_id() == -1:
+        return leaf.requires_grad
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch.autograd.grad is to return it
+        return True
 
 
 # ---- torch.autocast, on any device: it does not know ``meta`` ----

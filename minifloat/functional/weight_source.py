@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from minifloat.formats import COLUMNWISE
+from minifloat.functional.autograd import is_wanted
 from minifloat.functional.quantize import values_of
 from minifloat.functional.spec import Spec
 from minifloat.operand import Quantized
@@ -26,7 +27,7 @@ class WeightSource:
     W [N, K] -> rowwise for fprop, columnwise for dgrad -> dW to autograd, into ``main_grad``, or left for later.
 
     Args:
-        parameters: that backward writes to by itself: the weight, or those of experts.
+        parameters: that backward writes to by itself: the weight, or those of experts; none if one is computed.
         tasks: what computes dW is appended to, where that is left for later.
         dtype: of the dW that autograd gets; default: that of the activations.
         main_grad: dW is added to ``main_grad``; autograd gets none.
@@ -53,13 +54,23 @@ class WeightSource:
         return saved
 
     def accumulate(self, spec: Spec, product: Product) -> Tensor | None:
-        """Lets dW be computed, now or later; returns what autograd gets."""
-        if self.tasks is None:
-            return self._add(spec, product)
-        computed_later = copy(self)
-        computed_later.tasks = None  # a task that holds its list would live, with what it multiplies, after the layer
-        computed_later._leave(self.tasks, partial(computed_later._add, spec, product))
+        """Lets dW be computed, now or later, where this backward is to give it; returns what autograd gets."""
+        source = self._wanted() if self.parameters and spec.eager else self
+        if source is None or self.tasks is None:
+            return None if source is None else source._add(spec, product)
+        compute = partial(source._add, spec, product)
+        if not self.parameters:
+            self._leave(self.tasks, lambda: None)  # for its ``backward_dw``, which has nothing to add
+            return compute()
+        source.tasks = None  # a task that holds its list would live, with what it multiplies, after the layer
+        source._leave(self.tasks, compute)
         return None
+
+    def _wanted(self) -> Self | None:
+        """Returns the same for the parameters whose gradients this backward is to give; None: there are none."""
+        source = copy(self)
+        source.parameters = [own if is_wanted(own) else own.detach() for own in self.parameters]
+        return source if any(own.requires_grad for own in source.parameters) else None
 
     def _add(self, spec: Spec, product: Product) -> Tensor | None:
         """Computes dW for autograd, or adds it to ``main_grad``; in a graph the forward has said that."""

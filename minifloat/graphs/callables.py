@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from minifloat.arguments import label_of
 from minifloat.autocast import DelayedCall, autocast, captured, current
-from minifloat.functional.autograd import first_order
+from minifloat.functional.autograd import first_order, is_wanted
 from minifloat.graphs import capture
 from minifloat.graphs.capture import Progress, SharedWeights, fused_weights, scratch_main_grads
 from minifloat.nn.linear_state import LinearState
@@ -273,6 +273,11 @@ class _Run:
         for weight, address in of.main_grads:
             if weight.main_grad.data_ptr() != address:
                 raise RuntimeError(f"{of.label}: main_grad is in other memory than at the capture; capture again")
+            if not is_wanted(weight):
+                raise RuntimeError(
+                    f"{of.label}: the graph of its backward adds to main_grad, and torch.autograd.grad or "
+                    "backward(inputs=...) asks for no gradient of that weight; call backward() without inputs"
+                )
             if getattr(weight, "main_grad_is_old", False):
                 weight.main_grad.zero_()
                 weight.main_grad_is_old = False

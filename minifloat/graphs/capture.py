@@ -110,7 +110,7 @@ def fused_weights(module: nn.Module) -> list[Any]:
     """Lists the weights whose gradients backward adds to ``main_grad``."""
     layers = [each for each in module.modules() if isinstance(each, LinearState) and each.fuse_wgrad_accumulation]
     weights = [layer._weight(name) for layer in layers for name in layer._weight_names]
-    return list({id(weight): weight for weight in weights if weight.requires_grad}.values())
+    return list({id(weight): weight for weight in weights if weight.requires_grad and weight.is_leaf}.values())
 
 
 @contextmanager

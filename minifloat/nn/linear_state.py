@@ -263,10 +263,12 @@ class LinearState(QuantizedWeights):
         """Makes the weight source of this call, where operands come from or the gradient goes in a special way."""
         tasks = self._wgrad_tasks if self.delay_wgrad_compute else None
         dtype = weight.dtype if self.wgrad_in_weight_dtype else None
-        of_gradient = tasks, dtype, self.fuse_wgrad_accumulation
         if self._etp is not None:
-            return EtpWeightSource(self._etp, *of_gradient)
-        return type(self._weight_as_it_is)(self._own_parameters(weight), *of_gradient)
+            return EtpWeightSource(self._etp, tasks, dtype, self.fuse_wgrad_accumulation)
+        own = self._own_parameters(weight) if tasks is not None or self.fuse_wgrad_accumulation else ()
+        if not torch.compiler.is_compiling() and not all(each.is_leaf for each in own):
+            own = ()  # autograd knows what they are computed from
+        return type(self._weight_as_it_is)(own, tasks, dtype, self.fuse_wgrad_accumulation and len(own) > 0)
 
     def _own_parameters(self, weight: Tensor) -> Sequence[Any]:
         """Lists the parameters of a whole ``weight`` that backward may write to by itself."""

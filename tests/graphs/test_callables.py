@@ -201,6 +201,17 @@ def test_a_fused_optimizer_makes_cached_weights_old(graph_on_cpu: None) -> None:
     assert skipped == [False, True, False] and module._skip_weight_cast is None  # other calls cast
 
 
+def test_a_gradient_of_x_alone_is_refused(graph_on_cpu: None) -> None:
+    """A graph computes all gradients or none, and adds that of the weight to ``main_grad``."""
+    module: Any = Linear(32, 32, bias=False, fuse_wgrad_accumulation=True)
+    module.weight.main_grad = torch.zeros(32, 32)
+    x = torch.randn(16, 32, requires_grad=True)
+    make_graphed_callables(module, (x,), recipe="current")
+    with autocast(recipe="current"), pytest.raises(RuntimeError, match=r"adds to main_grad.*without inputs"):
+        torch.autograd.grad(module(x).sum(), x)
+    assert not module.weight.main_grad.any()
+
+
 def check_microbatches(device: torch.device, recipe: Recipe | None, caches: bool) -> None:
     module = LayerNormMLP(HIDDEN, 96, fuse_wgrad_accumulation=True, **on(device))
     for p in module.parameters():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from minifloat.comm.collectives import Pending, averages, start_all_reduce, star
 from minifloat.comm.group import Group, ShardMap
 from minifloat.comm.sharded_cast import start_gather, start_gather_alike
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE
-from minifloat.functional.autograd import apply, first_order
+from minifloat.functional.autograd import apply, first_order, is_wanted
 from minifloat.functional.etp.prefetch_queue import Key, Step, queue_of
 from minifloat.functional.etp.rows import Cast, EtpRows, Parts, Sharding, cast_together
 from minifloat.functional.grouped import SeparateOperands
@@ -330,7 +331,11 @@ class EtpWeightSource(WeightSource):
 
     def __init__(self, etp: EtpWeight, *of_gradient: Any) -> None:
         super().__init__(etp.rows.parameters(), *of_gradient)
-        self.etp = etp
+        self.etp, self.leaf = etp, etp.leaf  # which autograd comes to in this call's backward
+
+    def _wanted(self) -> Self | None:
+        assert self.leaf is not None
+        return copy(self) if is_wanted(self.leaf) else None
 
     def operands(self, existing: Quantized | None) -> Quantized:
         return self.etp.forward()
@@ -371,17 +376,13 @@ class _GradAnchor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: nn.Module, leaf: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.layer, ctx.inputs = layer, 2 + len(parameters)
+        ctx.layer, ctx.leaf, ctx.inputs = layer, leaf, 2 + len(parameters)
         ctx.set_materialize_grads(False)
         return leaf.view_as(leaf)
 
     @staticmethod
     def backward(ctx: Any, gradient: None) -> tuple[None, ...]:
-        try:
-            complete = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        except RuntimeError:  # torch.autograd.grad asks for the leaf
-            complete = True
-        if not complete:
+        if not is_wanted(ctx.leaf):
             raise ValueError(
                 f"{label_of(ctx.layer)}: backward(inputs=...) and torch.autograd.grad give no gradient to a weight "
                 "that etp_group shares, which goes past autograd; call backward() without inputs, or do not ask for "
