@@ -278,6 +278,9 @@ class _Weights:
         block = 0 if self.spec.format.tile else self.spec.format.block
         if block and cols % block:
             raise _refusal(weight, f"{cols} columns, and {self.layout!r} has whole blocks of {block}")
+        if self.layout == "fp8-block" and (odd := [n for n in (rows, cols) if n > 128 and n % 128]):
+            why = f"Transformers decodes blocks of 128 of whole ones alone, and a side has {odd[0]}"
+            raise _refusal(weight, f"{why}; choose 'fp8-block-compressed', or give it the recipe 'none'")
         unit, own = fmt.scale_block(ROWWISE)[0], rows // len(weight.names)
         if len(weight.names) > 1 and unit and own % unit:
             raise _refusal(weight, f"{' and '.join(weight.names)} of {own} rows would share tiles of {unit}")
