@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -28,11 +29,12 @@ from minifloat.functional.quantize import LinearConfig, cast_with, delayed_scale
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_call import recipe_in_force
 from minifloat.nn.linear_state import LinearState
-from minifloat.operand import Operand, Quantized
+from minifloat.operand import Operand
 from minifloat.quantizer import Quantizer
-from minifloat.tensor import QuantizedTensor, operand_ops
+from minifloat.tensor import QuantizedTensor
 
-_MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj": ".w1", ".up_proj": ".w3", ".down_proj": ".w2"}
+_PLAIN = {"Chunk", "Concatenate", "SplitModulelist", "MergeModulelist"}
+"""Operations of transformers on whole rows, experts and their order, which codes and scales follow alike."""
 
 
 @checked
@@ -84,6 +86,7 @@ def export_weights(
         new = Path(made)
         _write_config(weights.model, new, weights.spec.config(weights.ignored, list(weights.experts), weights.static))
         names = _write_tensors(weights.tensors(), new, shard_bytes)
+        _read_back(weights, new)
         for file in sorted(new.iterdir(), key=lambda file: file.name == "config.json"):
             file.rename(folder / file.name)
     return [folder / name for name in names]
@@ -125,13 +128,78 @@ def _write_config(model: nn.Module, folder: Path, quantization: dict[str, Any]) 
     file.write_text(json.dumps(values | {"quantization_config": quantization}, indent=2))
 
 
+def _read_back(weights: _Weights, folder: Path) -> None:
+    """Raises ValueError where Transformers finds other names or shapes in the files of its models than it expects."""
+    model: Any = weights.model
+    found: dict[str, Tensor] = weights.written
+    if not weights.files.known:
+        return
+    config = type(model.config).from_pretrained(folder)
+    if weights.layout in ("mxfp8", "nvfp4", "fp8-block-compressed") and any(w.stacked for w in weights.weights):
+        del config.quantization_config  # Transformers reads no experts in these: what they are without
+        found = {name: found[name] for name in found.keys() - weights.quantized} | weights.shapes
+    try:
+        _, told = type(model).from_pretrained(
+            None, config=config, state_dict=found, dtype=model.dtype, device_map={"": "meta"}, output_loading_info=True
+        )
+    except ImportError:  # of what decodes a layout, as compressed-tensors
+        return
+    except RuntimeError as error:
+        told = {"error": error}
+    if wrong := {kind: found for kind, found in told.items() if found}:
+        raise ValueError(
+            f"export_weights: Transformers would not load these files ({wrong}); choose another layout than "
+            f"{weights.layout!r}, or leave what it names in high precision"
+        )
+
+
 class _Weight(NamedTuple):
-    """Matrices [N, K] of a layer, of its experts from ``group`` on, and names that share their rows evenly."""
+    """Matrices [N, K] of a layer, of its experts from ``group`` on, and what files call them and their parts.
+
+    ``stacked``: they are one parameter, ``full``.
+    """
 
     names: tuple[str, ...]
     matrices: tuple[Tensor, ...]
     layer: LinearState
     group: int
+    full: str
+    stacked: bool
+
+
+class _Files:
+    """Names and shapes in files: by the mapping that ``save_pretrained`` of transformers applies, or as they are."""
+
+    def __init__(self, model: Any) -> None:
+        self.known = any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
+        self.config, self.get_parameter = getattr(model, "config", None), model.get_parameter
+        self._weight_conversions: list[Any] = []
+        if self.known:
+            from transformers import conversion_mapping, core_model_loading
+
+            own = None if getattr(model, "hf_quantizer", None) else getattr(model, "_weight_conversions", None)
+            if own is None:
+                mapping = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+                own = [each for each in mapping if not isinstance(each, core_model_loading.PrefixChange)]
+            self._weight_conversions = own
+        self.backward = [each.reverse_transform() for each in self._weight_conversions[::-1]]
+
+    def source(self, name: str) -> tuple[str, set[str]]:
+        """Names what a parameter is converted to, perhaps with others, and the operations."""
+        for each in self.backward:
+            if hasattr(each, "operations") and (found := each.rename_source_key(name))[1] is not None:
+                return found[0], {type(operation).__name__ for operation in each.operations}
+        return name, set()
+
+    def __call__(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns what files hold of parameters."""
+        if not self._weight_conversions:
+            return tensors
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model: Any = self  # of which it reads these attributes
+        found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+        return found
 
 
 class _Weights:
@@ -142,14 +210,17 @@ class _Weights:
         self.ignored: list[str] = []
         self.experts: dict[str, None] = {}  # in high precision
         self.levels: dict[str, Tensor] = {}  # amaxes that fused linears are to share
-        self.entries: list[_Weight | tuple[str, Tensor]] = []
+        self.entries: dict[str, _Weight | dict[str, Tensor]] = {}  # by what transformers makes of them together
+        self.shapes: dict[str, Tensor] = {}  # of weights in files, on meta
+        self.written: dict[str, Tensor] = {}  # so far, on meta
+        self.quantized: set[str] = set()  # the names of what is written of weights
         while (
             isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel))
             or "_orig_mod" in model._modules
         ):
             model = model._modules.get("_orig_mod") or model.module  # type: ignore[assignment]
         self.model = model
-        self.mixtral = getattr(getattr(model, "config", None), "model_type", "") == "mixtral"
+        self.files = _Files(model)
         modules = named_modules(model)
         for (name, *_), module in modules:
             bases = {base.__module__.partition(".")[0] for base in type(module).__mro__}
@@ -186,11 +257,13 @@ class _Weights:
                 if owner is not None and not isinstance(tensor, QuantizedTensor) and _config(owner[0]) is None:
                     owner = None
                 if owner is None and name == "weight" and tensor.dim() == 2 and not isinstance(module, nn.Embedding):
-                    self.ignored += map(self._named, paths)  # tied ones too, as heads
+                    for path in paths:  # tied ones too, as heads
+                        file = next(iter(self.files({f"{path}.weight": torch.empty(tensor.shape, device="meta")})))
+                        self.ignored += dict.fromkeys((file.removesuffix(".weight"), path))
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
                     self._add(module, f"{prefix}.{name}" if prefix else name, tensor, owner)
-        self.weights = [each for each in self.entries if isinstance(each, _Weight)]
+        self.weights = [each for each in self.entries.values() if isinstance(each, _Weight)]
         if not self.weights:
             raise ValueError(
                 f"export_weights: no layer is quantized, so nothing is to be written as {layout!r}; convert the model "
@@ -214,11 +287,10 @@ class _Weights:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterates over names and tensors."""
-        for entry in self.entries:
-            if isinstance(entry, _Weight):
-                yield from self._written(entry)
-            else:
-                yield entry[0], entry[1].contiguous()
+        for entry in self.entries.values():
+            for name, tensor in self._written(entry) if isinstance(entry, _Weight) else self.files(entry).items():
+                self.written[name] = tensor.to("meta")
+                yield name, tensor.contiguous()
 
     def _add(
         self, module: nn.Module, full: str, tensor: Tensor | tuple[Tensor, ...], owner: tuple[LinearState, int] | None
@@ -233,30 +305,29 @@ class _Weights:
             )
         values, (base, _, name) = tensor.detach(), full.rpartition(".")
         experts = bool(separate) or (values.dim() == 3 and are_experts(module))
-        transposed = getattr(module, "is_transposed", False)
-        if owner is None and experts:
-            self.experts[self._named(base)] = None
-        pieces: list[tuple[list[str], tuple[Tensor, ...], int]] = [([full], (values,), owner[1] if owner else 0)]
-        if experts and transposed and owner is not None:
-            pieces = [([full], separate or tuple(values.transpose(1, 2)), 0)]
-        elif (experts and not transposed) or (owner is not None and values.dim() == 3):
-            parts = ["gate_proj", "up_proj"] if name == "gate_up_proj" else [name]
-            endings = [part if part == "weight" else f"{part}.weight" for part in parts]
-            pieces = [
-                ([f"{base}.{e}.{each}" for each in endings], (own,), e) for e, own in enumerate(separate or values)
-            ]
-        for names, matrices, group in pieces:
-            own = [self._named(each) for each in names]
-            if owner is not None:
-                self.entries.append(_Weight(tuple(own), matrices, owner[0], group))
+        stacked = experts and owner is not None
+        parts = [(full, separate or (values,), owner[1] if owner and not stacked else 0)]
+        if stacked and not separate:
+            parts = [(full, tuple(values.mT if getattr(module, "is_transposed", False) else values), 0)]
+        elif owner is not None and not stacked and values.dim() == 3:  # of this library, with a number each
+            parts = [(f"{base}.{e}.{name}", (own,), e) for e, own in enumerate(values)]
+        for full, own, group in parts:
+            shape = (len(own), *own[0].shape) if stacked else own[0].shape
+            pieces = self.files({full: torch.empty(shape, device="meta")})
+            source = self.files.source(full)[0]
+            others = self.entries.setdefault(source, {})
+            if owner is not None and not others:
+                self.entries[source] = _Weight(tuple(pieces), own, owner[0], group, full, stacked)
+                self.shapes |= pieces
+            elif owner is None and isinstance(others, dict):
+                others[full] = own[0]
             else:
-                whole = _values(matrices[0])
-                self.entries += zip(own, whole.chunk(len(own)) if len(own) > 1 else [whole], strict=True)
-
-    def _named(self, name: str) -> str:
-        for old, new in _MIXTRAL.items() if self.mixtral else ():
-            name = name.replace(old, new)
-        return name
+                raise ValueError(
+                    f"export_weights: Transformers makes {full} and others one; give them the recipe 'none'"
+                )
+        if owner is None and experts:
+            first = next(iter(pieces))
+            self.experts |= dict.fromkeys((re.sub("[.](0[.])?[^.]+([.]weight)?$", "", first), base))
 
     def _check(self, weight: _Weight) -> None:
         """Raises ValueError where the layout does not hold this weight as it is, nor, if asked, requantized."""
@@ -281,9 +352,13 @@ class _Weights:
         if self.layout == "fp8-block" and (odd := [n for n in (rows, cols) if n > 128 and n % 128]):
             why = f"Transformers decodes blocks of 128 of whole ones alone, and a side has {odd[0]}"
             raise _refusal(weight, f"{why}; choose 'fp8-block-compressed', or give it the recipe 'none'")
-        unit, own = fmt.scale_block(ROWWISE)[0], rows // len(weight.names)
-        if len(weight.names) > 1 and unit and own % unit:
-            raise _refusal(weight, f"{' and '.join(weight.names)} of {own} rows would share tiles of {unit}")
+        unit = fmt.scale_block(ROWWISE)[0]
+        cut = [each for each in weight.names if unit and self.shapes[each].shape[-2] % unit]
+        if len(weight.names) > len(weight.matrices) and cut:
+            own = self.shapes[cut[0]].shape[-2]
+            raise _refusal(weight, f"{cut[0]} and {cut[-1]} of {own} rows would share tiles of {unit}")
+        if changes := self.files.source(weight.full)[1] - _PLAIN:
+            raise _refusal(weight, f"files have {weight.full} changed by {', '.join(changes)}, which no codes can be")
 
     def _share_levels(self) -> None:
         """Finds what fused linears are to share where their amaxes differ; raises ValueError unless ``requantize``."""
@@ -303,23 +378,24 @@ class _Weights:
 
     def _written(self, weight: _Weight) -> Iterator[tuple[str, Tensor]]:
         """Iterates over the tensors of one weight."""
-        operands = [self._operand(weight, i) for i in range(len(weight.matrices))]
-        if self.layout == "mxfp4":
-            pairs = zip(*[self.spec.tensors(operand) for operand in operands], strict=True)
-            blocks, scales = (torch.stack([tensor for _, tensor in each]) for each in pairs)
-            yield weight.names[0] + "_blocks", blocks.view(*scales.shape, BLOCK // 2)
-            yield weight.names[0] + "_scales", scales
-            return
-        rows = weight.matrices[0].shape[0] // len(weight.names)
-        for i, name in enumerate(weight.names):
-            part = operand_ops.cut(Quantized(operands[0], None), i * rows, (i + 1) * rows)
-            assert part is not None  # as checked
-            for ending, tensor in self.spec.tensors(part.any):
-                yield name + ending, tensor.clone() if i and tensor.numel() == 1 else tensor
+        found: dict[str, list[Tensor]] = {}
+        rows = weight.matrices[0].shape[0]
+        for place in range(len(weight.matrices)):
+            for ending, tensor in self.spec.tensors(self._operand(weight, place)):
+                found.setdefault(ending, []).append(tensor)
             if self.static:
-                scale = _delayed_scale(weight.layer, "input", weight.group)
+                scale = _delayed_scale(weight.layer, "input", weight.group + place)
                 assert scale is not None
-                yield name.removesuffix("weight") + "input_scale", scale.reciprocal()
+                found.setdefault("input_scale", []).append(scale.reciprocal())
+        for ending, each in found.items():
+            single = each[0].dim() == 1  # for all rows, wherever they go
+            each = [scale.expand(rows, 1) for scale in each] if single else each
+            whole = torch.stack(each) if weight.stacked else each[0]
+            whole = whole.unflatten(-1, (-1, BLOCK // 2)) if ending == "_blocks" else whole
+            for name, tensor in self.files({weight.full: whole}).items():
+                name = name.removesuffix("weight") + ending if ending == "input_scale" else name + ending
+                self.quantized.add(name)
+                yield name, tensor.flatten()[0].clone().view(1) if single else tensor
 
     def _operand(self, weight: _Weight, place: int) -> Operand:
         layer, values, level = weight.layer, weight.matrices[place], self.levels.get(weight.names[0])

@@ -218,6 +218,35 @@ def test_transformers_alone(make: Any, layout: WeightLayout, recipe: str, tmp_pa
         assert torch.equal(found, logits(twin))
 
 
+@pytest.mark.parametrize(
+    "family, own", [("MiniMaxM2", {"rotary_dim": 16}), ("Llama4", {}), ("Laguna", {"num_experts": 4})]
+)
+def test_names_of_families(family: str, own: dict[str, Any], tmp_path: Path) -> None:
+    """Names and shapes are those of ``save_pretrained``, and what is loaded are the values of our codes, to the bit."""
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind(kind.config_class(**{**SIZES, **EXPERTS, "moe_intermediate_size": 128, **own}))
+    convert(model, "block", lambda module, name: "_proj" in name)
+    model.save_pretrained(tmp_path / "plain")
+    export_weights(model, tmp_path / "codes", "fp8-block")
+    plain, codes = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "codes"))
+    found = {name: tensor.shape for name, tensor in codes.items() if not name.endswith("_scale_inv")}
+    assert found == {name: tensor.shape for name, tensor in plain.items()} and len(codes) > len(found)
+    own_values = load(tmp_path / "codes").state_dict()
+    for name, values in values_of(model, named("block")).items():
+        assert torch.equal(own_values[name], values), name
+
+
+def test_read_back(tmp_path: Path) -> None:
+    """Experts that Transformers keeps in one tensor and reads no scales of: nothing is written."""
+    model = transformers.GraniteMoeForCausalLM(transformers.GraniteMoeConfig(**SIZES, **EXPERTS))
+    convert(model, "block", lambda module, name: "_proj" in name)
+    with pytest.raises(
+        ValueError, match=r"would not load these files .*input_linear.* leave what it names in high prec"
+    ):
+        export_weights(model, tmp_path, "fp8-block")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("layout", ["mxfp8", "nvfp4", "fp8-block-compressed"])
 def test_compressors_of_experts(layout: WeightLayout) -> None:
     """Experts in their own names, which ``compressed-tensors`` decodes; Transformers reads only FP8 ones of those."""
