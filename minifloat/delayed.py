@@ -286,7 +286,12 @@ class AmaxHistory(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        except NotImplementedError:
+            if not self.scale.is_meta:  # where a checkpoint without histories leaves them
+                raise
+            self.to_empty(device=fn(torch.empty(0)).device)
         for name, buffer in before.items():
             moved = self._buffers[name]
             if buffer is not None and moved is not None and moved.dtype != torch.float32:

@@ -800,7 +800,7 @@ def test_other_protocols() -> None:
     assert not t.is_pinned() and t.data_ptr() == 0 and t.untyped_storage().nbytes() >= 0
     assert t.is_contiguous() and not t.t().is_contiguous() and t.numel() == 9100 and t.element_size() == 2
     for pull in (t.numpy, t.tolist):
-        with pytest.raises(RuntimeError):
+        with pytest.raises((RuntimeError, ValueError)):
             pull()
     held = "rowwise=e4m3/tensor/fp32, columnwise=e4m3/tensor/fp32"
     assert repr(t) == f"QuantizedTensor((130, 70), torch.bfloat16, {held}, device=cpu)"

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -54,9 +54,16 @@ class CodedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
-        cls, operands: Quantized, quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype,
-        stride: Sequence[int] | None = None,
+        cls, operands: Any, quantizer: Any = None, shape: Sequence[int] = (), dtype: torch.dtype | None = None,
+        stride: Sequence[int] | None = None, requires_grad: bool = False, **_: Any,
     ) -> Self:  # fmt: skip
+        if isinstance(operands, Tensor):  # as nn.Parameter: Accelerate moves parameters by making them anew
+            if isinstance(operands, cls):
+                return nn.Parameter(operands.detach(), requires_grad)  # type: ignore[return-value]
+            raise TypeError(
+                f"a quantized weight of shape {tuple(operands.shape)} is not made of values alone, as Accelerate does "
+                "that loads a checkpoint: load it before convert(..., quantize_weights=True)"
+            )
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), strides=None if stride is None else tuple(stride), dtype=dtype,
             device=operands.any.codes.device,
@@ -130,6 +137,10 @@ class CodedTensor(torch.Tensor):
         storage.data_ptr = partial(_refuse_to_save, self._whose)  # type: ignore[method-assign]
         return storage
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuses to share values that are in no memory."""
+        return _refuse_to_save(self._whose)
+
     @property
     def _whose(self) -> str:
         """Label of the tensor in errors."""
@@ -194,9 +205,10 @@ class CodedTensor(torch.Tensor):
 
 def _refuse_to_save(whose: str) -> int:
     raise ValueError(
-        f"{whose} has codes and scales, and in no memory the values that safetensors and save_pretrained write: give "
-        "them t.dequantize(), after convert call minifloat.revert(model) first, or save the codes with export_weights "
-        "(from minifloat.convert) for engines, with torch.save(model.state_dict(), file) for training"
+        f"{whose} has codes and scales, and in no memory the values that safetensors, save_pretrained and numpy (as of "
+        "disk_offload, where cpu_offload works) read: give them t.dequantize(), after convert call "
+        "minifloat.revert(model) first, or save the codes with export_weights (from minifloat.convert) for engines, "
+        "with torch.save(model.state_dict(), file) for training"
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from minifloat.arguments import label_of, shown
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
-from minifloat.quantizer import Amaxes, Quantizer, as_matrix
+from minifloat.quantizer import DTYPES, Amaxes, Quantizer, as_matrix
 from minifloat.tensor import operand_ops
 from minifloat.tensor.base import CodedTensor, cast, copied, matrix_shape, quantize_all_, version_of
 
@@ -185,7 +185,8 @@ class QuantizedTensor(CodedTensor):
         Raises:
             TypeError: they are no floating-point tensor.
             ValueError: they have another shape, are on another device, or would be rounded, also as in
-                ``data += update``, while this takes no gradient: so adapters are merged into a frozen weight.
+                ``data += update``, while this takes no gradient: so adapters are merged into a frozen weight. Its own
+                values in another dtype, as PEFT assigns them, change the logical dtype alone.
         """
         alone: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         if not self.requires_grad and self._operands.any.format.quantized:
@@ -204,7 +205,12 @@ class QuantizedTensor(CodedTensor):
         exact = isinstance(values, QuantizedTensor) and self._same_form(values) and not version_of(values)
         rounds = self._operands.any.format.quantized and not exact
         if rounds and not self.requires_grad:
-            self._refuse_to_merge()
+            if values.dtype not in DTYPES or not torch.equal(values.to(self.dtype), self._values()):
+                self._refuse_to_merge()
+            typed = self._like(operand_ops.each(self._operands, lambda o: o._replace(dtype=values.dtype)))
+            torch.Tensor.data.__set__(self, typed)  # type: ignore[attr-defined]
+            self._operands = typed._operands
+            return
         self.quantize_(values)
         if rounds:
             warnings.warn(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,3 +205,32 @@ def test_compiled_in_one_graph(recipe: str) -> None:
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     assert torch.equal(model(x), compiled(x))
+
+
+def test_offloading_of_accelerate(tmp_path: Path) -> None:
+    """``cpu_offload`` moves codes; what asks for values names the way out; histories of no checkpoint are new."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def made(recipe: str, kept: bool) -> nn.Module:
+        model = llama().eval()
+        convert(model, recipe, lambda module, name: "_proj" in name, quantize_weights=kept)
+        return model
+
+    def empty(recipe: str, kept: bool) -> nn.Module:
+        with accelerate.init_empty_weights():
+            return made(recipe, kept)
+
+    model = made("mxfp8", True)
+    expected = model(IDS).logits
+    offloaded = accelerate.cpu_offload(model, execution_device="cpu")
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    assert torch.equal(offloaded(IDS).logits, expected)
+    with pytest.raises(ValueError, match=r"q_proj': its weight .*where cpu_offload works.*revert\(model\) first"):
+        accelerate.disk_offload(made("mxfp8", True), tmp_path / "disk", execution_device="cpu")
+    plain = llama().eval()
+    plain.save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match=r"load it before convert\(..., quantize_weights=True\)"):
+        accelerate.load_checkpoint_and_dispatch(empty("mxfp8", True), tmp_path, {"": "cpu"})
+    loaded = accelerate.load_checkpoint_and_dispatch(empty("delayed", False), tmp_path, {"": "cpu"})
+    convert(plain, "delayed", lambda module, name: "_proj" in name)
+    assert torch.equal(loaded(IDS).logits, plain(IDS).logits)

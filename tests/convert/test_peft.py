@@ -189,6 +189,22 @@ def test_a_merge_asks_for_the_precision_of_the_result(safe: bool, options: dict[
         torch.testing.assert_close(logits(model.merge_and_unload(safe_merge=safe)), y)
 
 
+def test_prepared_for_kbit_training() -> None:
+    """PEFT makes all of a bf16 base fp32; weights that are kept quantized change the logical dtype and keep codes."""
+    base = llama().bfloat16()
+    convert_blocks(base, "block", quantize_weights=True)
+    codes = {n: p.operands.any.codes.clone() for n, p in base.named_parameters() if isinstance(p, QuantizedTensor)}
+    model = add_lora(peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False))
+    named_weights = {n.replace(".base_layer", ""): p for n, p in model.get_base_model().named_parameters()}
+    assert {p.dtype for p in named_weights.values()} == {torch.float32} and len(codes) == 7
+    for name, before in codes.items():
+        weight = named_weights[name]
+        assert isinstance(weight, QuantizedTensor) and torch.equal(weight.operands.any.codes, before)
+        assert weight.dequantize().dtype == torch.float32
+    losses = train(model)
+    assert losses[-1] < losses[0]
+
+
 def training_arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
     quiet = {"report_to": [], "disable_tqdm": True, "log_level": "error", "dataloader_pin_memory": False}
     return transformers.TrainingArguments(str(folder), use_cpu=True, **quiet, **options)
