@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from minifloat.inspection import MEANINGS
-from minifloat.tools.inspected import add_scalars, heat_map, read_lines, write_report
+from minifloat.tools.inspected import add_scalars, heat_map, keep, read_lines, write_report
 from minifloat.tools.train import loop
 from tests.helpers.micro_training import invoke, write_texts
 
@@ -85,6 +85,13 @@ def test_scalars(folder: Path) -> None:
     add_scalars(read_lines(folder), writer := Writer())
     assert writer.scalars["snr/a<b>/X/both", 1] == 25 and writer.scalars["amax/c/X/both", 1] == 9
     assert writer.scalars["nonfinite/c/X/both", 3] == 3 and ("snr/c/X/both", 3) not in writer.scalars
+
+
+def test_a_run_that_goes_on_drops_the_lines_of_all_ranks_after_its_step(folder: Path) -> None:
+    keep(folder, 1)
+    assert {(each.rank, each.step) for each in read_lines(folder)} == {(0, 1), (1, 1)}
+    keep(folder, 0)
+    assert not list(folder.glob("*.jsonl"))
 
 
 def test_missing_parts_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
