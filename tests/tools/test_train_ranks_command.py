@@ -178,7 +178,7 @@ def test_a_rank_that_dies_ends_the_command(options: tuple[object, ...], tmp_path
         (4, 2, False, 2, "--ep 2 shares out experts, which are not tensor-parallel; use --etp in place of --tp 2"),
         (3, 1, False, 2, "--ep is 2, but torchrun has started 3; start a multiple of 2, or start 2 with: torchrun"),
         (1, 1, False, 2, "start 2 with: torchrun --nproc-per-node 2 --no-python minifloat train --ep 2 ..."),
-        (2, 1, False, 0, "--ep is 0"),
+        (2, 1, False, 0, "--ep is 0; choose 1 or more"),
     ],
 )
 def test_other_processes_than_experts_need(
@@ -197,13 +197,13 @@ def test_other_processes_than_experts_need(
         (4, 1, False, None, "--tp is 1, but torchrun has started 4; give --tp 4, or --fsdp or --etp to share the"),
         (1, 2, False, None, "start 2 with: torchrun --nproc-per-node 2 --no-python minifloat train --tp 2 ..."),
         (4, 3, True, None, "--tp is 3, but torchrun has started 4; start a multiple of 3, or start 3 with"),
-        (4, 0, True, None, "--tp is 0"),
+        (4, 0, True, None, "--tp is 0; choose 1 or more"),
         (0, 1, True, None, "start N with: torchrun --nproc-per-node N --no-python minifloat train --fsdp ..."),
         (4, 1, True, 2, "--fsdp shards all parameters over the ranks that share the batch, --etp 2 the rows of"),
         (3, 1, False, 2, "--etp is 2, but torchrun has started 3; start a multiple of 2, or start 2 with: torchrun"),
         (2, 2, False, 2, "--tp is 2 and --etp is 2, but torchrun has started 2; start a multiple of 4, or start 4 "),
         (1, 1, False, 2, "start 2 with: torchrun --nproc-per-node 2 --no-python minifloat train --etp 2 ..."),
-        (2, 1, False, 0, "--etp is 0"),
+        (2, 1, False, 0, "--etp is 0; choose 1 or more"),
     ],
 )
 def test_other_processes_than_the_options_say(

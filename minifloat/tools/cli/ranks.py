@@ -75,6 +75,10 @@ def minutes(timeout: float) -> timedelta:
 
 def check_started(tp: int, fsdp: bool, etp: int | None = None, ep: int | None = None) -> int:
     """Counts the processes that torchrun started, 1 without it; raises ValueError where options differ."""
+    sharing = {name: count for name, count in (("--etp", etp), ("--ep", ep)) if count is not None}
+    for name, count in ({"--tp": tp} | sharing).items():
+        if count < 1:
+            raise ValueError(f"{name} is {count}; choose 1 or more ranks")
     launched = dist.is_torchelastic_launched()
     if fsdp and (etp, ep) != (None, None):
         part = f"--ep {ep} experts" if etp is None else f"--etp {etp} the rows of weights"
@@ -91,15 +95,14 @@ def check_started(tp: int, fsdp: bool, etp: int | None = None, ep: int | None = 
             f"--fsdp shards over the processes that torchrun starts, and this is none; start N with: {launcher('N')}"
             "minifloat train --fsdp ..."
         )
-    sharing = {name: count for name, count in (("--etp", etp), ("--ep", ep)) if count is not None}
     given = sharing if sharing and tp == 1 else {"--tp": tp} | sharing
     started = int(os.environ["WORLD_SIZE"]) if launched else 1
-    wanted, shares = math.prod(max(each, 1) for each in given.values()), fsdp or sharing
-    if min(given.values()) < 1 or (started % wanted if shares else started != wanted):
+    wanted, shares = math.prod(given.values()), fsdp or sharing
+    if started % wanted if shares else started != wanted:
         right = f"give --tp {started}, or --fsdp or --etp to share the batch"
         right = f"start a multiple of {wanted}" if shares else right
         told = " and ".join(f"{name} is {each}" for name, each in given.items())
-        again = " ".join(f"{name} {max(each, 1)}" for name, each in given.items())
+        again = " ".join(f"{name} {each}" for name, each in given.items())
         raise ValueError(
             f"{told}, but torchrun has started {started}; {right}, or start {wanted} with: {launcher(wanted)}"
             f"minifloat train {again} ..."
