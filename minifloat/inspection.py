@@ -63,7 +63,7 @@ def measure(x: Tensor, operand: Operand) -> Tensor:
 @lru_cache(256)
 def usual(spec: str, dim: int) -> tuple[float, float]:
     """Computes which parts of elements and of signal a cast loses of Laplace's values: tails as of activations."""
-    x, fmt = torch.empty(2, 128, 128, device="cpu"), parse(spec)
+    x, fmt = torch.empty(2, 128, 128, dtype=torch.float32, device="cpu"), parse(spec)
     x = x.exponential_(generator=torch.Generator().manual_seed(0)).diff(dim=0)[0]
     level = reference.amax(x, fmt if fmt.needs_amax else reference.WHOLE, dim)
     given = fmt.max / level if fmt.scale_rule == "given" else level if fmt.needs_amax else None
@@ -86,8 +86,7 @@ def _sums(x: Tensor, operand: Operand) -> Tensor:
             values = torch.where(finite, x, 0)
         amax = _norms(values, math.inf).amax() if values.numel() else values.new_zeros(()).double()
         # Squares of 1e-20 underflow in fp32, and those of 1e20 overflow; an exponent that fp16 has will do for fp16.
-        exponent = torch.frexp(amax)[1].double().clamp(min=-15 if x.dtype == torch.float16 else -126)
-        unit = torch.exp2(-exponent)
+        unit = torch.exp2(-torch.frexp(amax)[1].double().clamp(min=-15 if x.dtype == torch.float16 else -126))
         noise = operand.dequantize(torch.float32).sub_(values).masked_fill_(~finite, 0).mul_(unit)
         before, elements, count = _elements(values, operand)
         if fmt.transform == "none":

@@ -102,10 +102,8 @@ class Inspection:
         self._measured: dict[tuple[int, Place], Tensor] = {}
         self._first: NonFinite | None = None
         self._order = self._earlier = 0  # casts that were measured, in all and before the step
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        ends = model.register_forward_hook(self._end, always_call=True)
+        self._hooks = model.register_forward_pre_hook(self._begin, prepend=True), ends
         used.inspection = self
 
     def _begin(self, model: nn.Module, args: Any) -> None:
