@@ -116,6 +116,17 @@ def test_size_of_a_file(tmp_path: Path) -> None:
     assert weights < size < 1.1 * weights + 60_000
 
 
+def test_weight_in_a_buffer_that_is_not_saved() -> None:
+    """A frozen weight that no state dict has is held as codes alone, like others."""
+    layer = Linear(256, 256, recipe="mxfp8").eval()
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight, persistent=False)
+    program = export(nn.Sequential(layer).eval(), (torch.randn(6, 256),))
+    held = [each for each in (program.state_dict | program.constants).values() if isinstance(each, torch.Tensor)]
+    assert sum(each.nbytes for each in held) < 1.1 * weight.numel()
+
+
 NOT_KEPT = "grouped as one", "twice"
 """Those whose weights are not kept quantized: one parameter of all experts, and one that is read in high precision."""
 

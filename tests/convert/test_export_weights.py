@@ -150,6 +150,15 @@ def test_bits_of_the_forward(layout: WeightLayout, recipe: Any, kept: bool) -> N
         assert torch.equal(found["0.input_scale"], 1 / layer.forward_scaling.scale[:1])
 
 
+def test_zeros_and_mixed_recipes() -> None:
+    """The second level of zeros is 1; activations have scales in the files if all layers have some."""
+    zeros = Linear(64, 32, recipe="nvfp4", init_method=nn.init.zeros_)
+    found = dict(quantized_weights(zeros, "nvfp4"))
+    assert found["weight_global_scale"] == 1 and not found["weight_packed"].any()
+    mixed = nn.Sequential(Linear(32, 32, recipe="delayed"), Linear(32, 32, recipe="current"))
+    assert not any("input_scale" in name for name in dict(quantized_weights(mixed, "fp8-tensor")))
+
+
 @pytest.mark.parametrize("kept, single", [(False, False), (True, False), (False, True)])
 def test_experts_of_this_library(kept: bool, single: bool) -> None:
     with quantized_model_init(enabled=kept, recipe="mxfp8"):
@@ -414,6 +423,8 @@ def test_refused_by_name(tmp_path: Path) -> None:
         quantized_weights(Linear(64, 64, recipe="mxfp4"), "mxfp4")
     with pytest.raises(ValueError, match=r"gate_proj.weight and .*up_proj.weight of 48 rows would share tiles of 128"):
         quantized_weights(trained(narrow, "block", only=".experts."), "fp8-block")
+    with pytest.raises(ValueError, match=r"gate_proj.weight and .*up_proj.weight of 48 rows would share tiles of 128"):
+        quantized_weights(trained(narrow, "rowwise", only=".experts."), "fp8-block", requantize=True)
     shared = nn.ModuleList([Linear(64, 64, recipe="current"), nn.Embedding(64, 64)])
     shared[1].weight = shared[0].weight
     with pytest.raises(ValueError, match=r"0.weight and 1.weight are one parameter"):
