@@ -301,7 +301,7 @@ class Casts:
         for cast in self._stochastic:
             i = self._sources[cast][0]
             if seeds[i] is None:
-                seeds[i] = quantize.draw_seed(apart(xs[i], 0))
+                seeds[i] = quantize.draw_seed(xs[i])
             drawn[cast] = seeds[i]
         return drawn
 
@@ -311,10 +311,11 @@ class Casts:
     ) -> list[Quantized]:  # fmt: skip
         """Quantizes ``xs`` where a compiler, autograd or a dispatch mode sees each operation."""
         matrices = [as_matrix(x) for x in xs]
+        drawn = self._drawn([apart(x, 0) for x in matrices] if self._stochastic else matrices, rngs)
         both = amaxes is None and noop_flag is None and not self.takes_scales
         if both and self.request.amax_of and self._sources and torch.compiler.is_dynamo_compiling():
             # Both phases at once in compiled code, where the dispatcher costs more than a phase.
-            made = quantize.amax_and_cast(matrices, self._drawn(matrices, rngs), *self.request)
+            made = quantize.amax_and_cast(matrices, drawn, *self.request)
             read, count = self._read, len(self._read)
             own_levels = [made[read.index(own)] if own in read else None for own in self.request.own_level]
             return self._operands(matrices, made[count::2], made[count + 1 :: 2], self._nothing, own_levels)
@@ -324,7 +325,6 @@ class Casts:
             missing = [i for i, level in enumerate(amaxes) if level is None]
             found = iter(Casts([self.wanted[i] for i in missing]).amaxes([matrices[i] for i in missing]))
             levels = [next(found) if level is None else level for level in amaxes]
-        drawn = self._drawn(matrices, rngs)
         given = self._given(levels, scales)
         made = []
         if self._sources:
