@@ -111,10 +111,10 @@ def _scale_pow2(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.cons
 
 @triton.jit
 def e8m0_from_float(x):
-    """Computes the exponent byte, int32, of the smallest power of two of at least ``x`` >= 0; infinity 254, NaN 255."""
+    """Finds the exponent byte, int32, of the smallest power of two of at least ``x`` >= 0; infinity and NaN are 255."""
     bits = x.to(tl.int32, bitcast=True)
     raised = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
-    return tl.where(x != x, 255, tl.where(bits <= 0x400000, 0, raised))
+    return tl.where(bits >= 0x7F800000, 255, tl.where(bits <= 0x400000, 0, raised))
 
 
 @triton.jit

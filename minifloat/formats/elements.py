@@ -315,12 +315,11 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def e8m0_from_float(x: Tensor) -> Tensor:
-    """Finds the smallest power of two of at least ``x`` >= 0, as its exponent byte; NaN is 255, infinity 254."""
+    """Finds the smallest power of two of at least ``x`` >= 0, as its exponent byte; NaN and infinity are 255, NaN."""
     bits = x.contiguous().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     raised = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
-    codes = (exponent + raised.int()).masked_fill(x.isinf(), 254).masked_fill(x.isnan(), 255)
-    return codes.to(torch.uint8)
+    return (exponent + raised.int()).masked_fill(~x.isfinite(), 255).to(torch.uint8)
 
 
 SCALE_RULES: dict[str, ScaleRule] = {}

@@ -137,8 +137,7 @@ def float_to_e8m0(v: F32) -> U8:
     exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
     stays = (mantissa == 0) | (exponent == 254) | ((exponent == 0) & (mantissa <= 0x400000))
     code = np.where(stays, exponent, exponent + 1)
-    code = np.where(np.isinf(v), 254, code)
-    return np.where(np.isnan(v), 255, code).astype(np.uint8)
+    return np.where(np.isfinite(v), code, 255).astype(np.uint8)
 
 
 def e8m0_value(codes: U8) -> F32:

@@ -215,8 +215,8 @@ MXFP8 = [
         "mxfp8",
         {"fmt": "e4m3", "dim": -1},
         f32([[INF, 1, 0] + [0] * 29]),
-        hexes((1, 32), {(0, 0): "7E 00 00"}),
-        hexes((1, 1), {(0, 0): "FE"}),
+        hexes((1, 32), {(0, 0): "7F " * 32}),
+        hexes((1, 1), {(0, 0): "FF"}),
     ),
     Vector(
         "mxfp8_nan",
@@ -393,7 +393,7 @@ CAST_E2M1: list[tuple[float, int]] = [(-0.1, 8), (-0.0, 8), (INF, 7), (-INF, 15)
 FLOAT_TO_E8M0: list[tuple[float, int]] = [
     (0, 0),
     (NAN, 255),
-    (INF, 254),
+    (INF, 255),
     (1, 127),
     (1.5, 128),
     (2, 128),
@@ -418,7 +418,7 @@ SCALES: list[tuple[float, bool, list[float]]] = [
 
 # ---- Section 1.4: edges --------------------------------------------------------------------------------------------
 
-MXFP8_EDGES: list[tuple[float, int]] = [(3, 120), (448, 127), (449, 128), (1, 119), (0, 0), (1e-38, 0), (INF, 254)]
+MXFP8_EDGES: list[tuple[float, int]] = [(3, 120), (448, 127), (449, 128), (1, 119), (0, 0), (1e-38, 0), (INF, 255)]
 """Block amax and its E8M0 scale in E4M3, as float32 inputs."""
 
 # ---- Philox4x32-10, the known answers of Random123 -----------------------------------------------------------------
