@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minifloat import Linear
 from minifloat.functional import count_gemms
 from tests.helpers.distributed_pool import Pools
 
@@ -69,6 +70,33 @@ def compare(rank: int, size: int, sequence_parallel: bool) -> list[float]:
 def test_an_mlp_of_two_ranks(worker_pool: Pools, sequence_parallel: bool) -> None:
     for exact, rounded in worker_pool(2).run(compare, sequence_parallel):
         assert exact < 1e-5 and 1e-3 < rounded < 0.1
+
+
+def replaced(rank: int, size: int) -> list[bool]:
+    """Whether a layer that computed with one weight computes with the next, and gives that one the gradient."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from minifloat.adapters.megatron import linears
+
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True)
+    column, _ = linears("mxfp8")
+    assert issubclass(column, ColumnParallelLinear)
+    layer: Any = column(64, 96, config=config, init_method=torch.nn.init.normal_, bias=False, tp_group=dist.group.WORLD)
+    x, old = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank)), layer.weight
+    layer(x)
+    layer.weight = torch.nn.Parameter(old.detach() * 2)
+    y = layer(x)[0]
+    y.sum().backward()
+    wanted = Linear(64, 96, False, recipe="mxfp8")
+    wanted.weight = torch.nn.Parameter(layer.weight.detach())
+    return [torch.equal(y, wanted(x)), old.grad is None, layer.weight.grad is not None]
+
+
+def test_a_weight_that_is_replaced(worker_pool: Pools) -> None:
+    """As by loading with ``assign=True``, or by an adapter."""
+    for held in worker_pool(1).run(replaced):
+        assert all(held)
 
 
 def test_the_provider_and_what_is_refused() -> None:
