@@ -239,8 +239,6 @@ class Steps(NamedTuple):
         direct: (bias, dtype) -> whether the library's product in that dtype is the result already.
         finish: (fp32 product, what ``prepare`` left, bias, dtype) -> the result, where it is not.
         repair: (library's product, what ``prepare`` left) -> nothing; launches kernels that write parts of the product.
-        whole: (a, b, bias, dtype) -> the result where it is not direct and another way than these steps is faster, else
-            None; so much work that finding its launches anew costs nothing.
     """
 
     prepare: Callable[[Any, Any, bool], tuple[Sequence[Tensor], Any]]
@@ -248,7 +246,6 @@ class Steps(NamedTuple):
     direct: Callable[[Tensor | None, torch.dtype], bool]
     finish: Callable[[Tensor, Any, Tensor | None, torch.dtype], Tensor]
     repair: Callable[[Tensor, Any], None] | None = None
-    whole: Callable[[Any, Any, Tensor | None, torch.dtype], Tensor | None] | None = None
     adds: bool = False
 
 
@@ -263,10 +260,6 @@ class SteppedProduct:
         out: Tensor | None = None, accumulate: bool = False,
     ) -> Tensor:  # fmt: skip
         direct = self.steps.direct(bias, out_dtype)
-        if not direct and self.steps.whole is not None:
-            whole = self.steps.whole(a, b, bias, out_dtype)
-            if whole is not None:
-                return whole
         into = out if accumulate and direct and self.steps.adds else None
         if self.recorder is None:
             return self._step_by_step(a, b, out_dtype, bias, direct, into)
@@ -297,15 +290,14 @@ def stepped(backend: str, a: Format, b: Format, kernels: bool, swizzled: bool = 
     """The emulated product, or the native one of blocks, with ``kernels`` of our own before and after it or without."""
     writer: Any = emulated
     finishing: Any = scaled
-    whole = None
     if kernels:
-        from minifloat.ops.matmul import fold_kernels, hopper  # which need Triton
+        from minifloat.ops.matmul import fold_kernels  # which needs Triton
         from minifloat.ops.matmul import kernels as written_by
 
-        writer, finishing, whole = written_by, written_by.finish, hopper.large_product
+        writer, finishing = written_by, written_by.finish
     if backend == "emulated":
         direct, prepare = partial(emulated.is_direct, a, b), partial(emulated.prepare, writer)
-        steps = Steps(prepare, emulated.multiply, direct, finishing, whole=whole)
+        steps = Steps(prepare, emulated.multiply, direct, finishing)
     elif swizzled:
         direct, multiply = partial(native.swizzled_is_direct, a, b), partial(native.swizzled, a, b)
         steps = Steps(native.swizzled_operands, multiply, direct, finishing)
