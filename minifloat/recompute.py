@@ -56,10 +56,14 @@ class Sharded(Protocol[P_co]):
 
 
 class Step(NamedTuple):
-    """Recipe that one linear of a checkpointed region ran under; ``scale``: the delayed one then, fp32 [slots]."""
+    """Recipe that one linear of a checkpointed region ran under; ``scale``: the delayed one then, fp32 [slots].
+
+    ``weight``: codes that it read, which are kept for several microbatches.
+    """
 
     recipe: Recipe | None
     scale: Tensor | None
+    weight: Any = None
 
 
 class Tape:
@@ -95,9 +99,11 @@ class _Forward(AbstractContextManager[None]):
 class _Recomputation(_Forward):
     """Context of a recomputation, which reads ``tape``; entered for each backward of a graph that is retained."""
 
+    step: Step | None
+
     def __enter__(self) -> None:
         self.outside = restore_contexts(self.tape.contexts)
-        self.steps = iter(self.tape.steps)
+        self.steps, self.step = iter(self.tape.steps), None
         super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -194,6 +200,8 @@ def replayed_scale(layer: Layer, recipe: Recipe | None, scale: Tensor | None) ->
         return None
     replay, tapes = _surroundings()
     step = None if replay is None else next(replay.steps, None)
+    if replay is not None:
+        replay.step = step
     if step is None:
         _check_untaped(layer, recipe, scale)
     elif step.recipe != recipe:
@@ -203,6 +211,18 @@ def replayed_scale(layer: Layer, recipe: Recipe | None, scale: Tensor | None) ->
         for tape in tapes:
             tape.steps.append(step)
     return None if step is None or replay is None else step.scale
+
+
+def replayed_weight() -> Any:
+    """Returns the kept codes that the forward of this recomputation read; asked after :func:`replayed_scale`."""
+    replay = _surroundings()[0] if _inside else None
+    return None if replay is None or replay.step is None else replay.step.weight
+
+
+def note_weight(kept: Any) -> None:
+    """Notes the kept codes that a linear reads, for recomputations; called after :func:`replayed_scale`."""
+    for tape in _surroundings()[1] if _inside else ():
+        tape.steps[-1] = tape.steps[-1]._replace(weight=kept)
 
 
 def recomputes() -> bool:

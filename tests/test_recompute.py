@@ -11,6 +11,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -671,3 +672,29 @@ def test_a_failed_backward_of_checkpoints(depth: int) -> None:
             grads.append(x.grad)
         assert torch.equal(*grads)
     assert_same(list(first.buffers()), list(second.buffers()))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("make", [Linear, lambda k, n: minifloat.GroupedLinear(1, k, n)], ids=["linear", "experts"])
+def test_kept_weights_are_those_of_the_forward(make: Any, nested: bool) -> None:
+    """Not those that a later microbatch has cast, with other scales; nor does a recomputation replace them."""
+    torch.manual_seed(0)
+    whole, groups = make(IN, IN), [[16]] * (make is not Linear)
+    for order in ((0, 2, 1), (1, 2, 0), (2, 1, 0)):
+        found = []
+        for checkpoints in range(2 + nested):
+            way = layer = copy.deepcopy(whole)
+            for _ in range(checkpoints):
+                way = partial(minifloat.checkpoint, way)
+            torch.manual_seed(1)
+            xs, ys = [torch.randn(16, IN, requires_grad=True) for _ in range(3)], []
+            for x, first in zip(xs, (True, False, True), strict=True):
+                with autocast(recipe=RECIPES["delayed"]):
+                    ys.append(way(x, *groups, first))
+            kept = layer._weight_cache
+            for i in order:
+                ys[i].square().sum().backward()
+            assert layer._weight_cache is kept
+            found.append([x.grad for x in xs])
+        for each in found[1:]:
+            assert_same(found[0], each)

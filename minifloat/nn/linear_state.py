@@ -41,7 +41,7 @@ from minifloat.nn.tensor_parallel import Partition
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling, OwnRecipe, Recipe, RecipeLike, as_recipe, own_recipe
-from minifloat.recompute import capturing
+from minifloat.recompute import capturing, note_weight, replayed_weight
 from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.base import count_steps, stop_counting, versions
 
@@ -232,14 +232,18 @@ class LinearState(QuantizedWeights):
         if (unnamed and (cached is None or cached.in_capture is None)) or not quantizer.quantized:
             return None
         sources = tuple(self._weight(name) for name in self._weight_names)
-        if not is_first_microbatch and cached is not None and cached.holds(sources, quantizer):
-            return cached.operands
-        if unnamed:
-            return None
-        operands = self._quantize_weight(weight.detach(), quantizer, delayed_call)
-        count_steps(sources)
-        self._weight_cache = CachedWeight(sources, versions(sources), quantizer, operands)
-        return operands
+        kept = None if compiling else replayed_weight()  # another microbatch may have replaced the layer's
+        if kept is None and not is_first_microbatch and cached is not None and cached.holds(sources, quantizer):
+            kept = cached
+        if kept is None:
+            if unnamed:
+                return None
+            operands = self._quantize_weight(weight.detach(), quantizer, delayed_call)
+            count_steps(sources)
+            kept = self._weight_cache = CachedWeight(sources, versions(sources), quantizer, operands)
+        if not compiling:
+            note_weight(kept)
+        return kept.operands
 
     def _quantize_weight(self, weight: Tensor, quantizer: Quantizer, delayed_call: DelayedCall | None) -> Quantized:
         return quantize(weight, quantizer, "weight", delayed_call, noop_flag=self._skip_weight_cast)
