@@ -214,10 +214,8 @@ class _Weights:
         self.shapes: dict[str, Tensor] = {}  # of weights in files, on meta
         self.written: dict[str, Tensor] = {}  # so far, on meta
         self.quantized: set[str] = set()  # the names of what is written of weights
-        while (
-            isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel))
-            or "_orig_mod" in model._modules
-        ):
+        wrappers = nn.DataParallel, DistributedDataParallel, AveragedModel
+        while isinstance(model, wrappers) or "_orig_mod" in model._modules:
             model = model._modules.get("_orig_mod") or model.module  # type: ignore[assignment]
         self.model = model
         self.files = _Files(model)
@@ -322,9 +320,7 @@ class _Weights:
             elif owner is None and isinstance(others, dict):
                 others[full] = own[0]
             else:
-                raise ValueError(
-                    f"export_weights: Transformers makes {full} and others one; give them the recipe 'none'"
-                )
+                raise ValueError(f"export_weights: files have {full} and others as one; give them the recipe 'none'")
         if owner is None and experts:
             first = next(iter(pieces))
             self.experts |= dict.fromkeys((re.sub("[.](0[.])?[^.]+([.]weight)?$", "", first), base))
