@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed_pool import Pools
-from tests.helpers.etp_graphs import after_a_failure, compare, in_main_grad
+from tests.helpers.etp_graphs import after_a_failure, compare, frozen, in_main_grad
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,11 @@ def test_all_captured_with_more_ahead(worker_pool: Pools) -> None:
 
 def test_main_grad(worker_pool: Pools) -> None:
     for different in worker_pool(2).run(in_main_grad):
+        assert not different
+
+
+def test_a_frozen_weight(worker_pool: Pools) -> None:
+    for different in worker_pool(2).run(frozen):
         assert not different
 
 

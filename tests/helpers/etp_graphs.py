@@ -177,6 +177,21 @@ def in_main_grad(rank: int, size: int, device: str = "cpu") -> list[str]:
     return wrong
 
 
+def frozen(rank: int, size: int, device: str = "cpu") -> list[str]:
+    """A weight that is frozen before the capture: the graph gives the other one its gradient, and this one none."""
+    with mock.patch.object(capture, "Graph", GraphOnCpu if device == "cpu" else capture.Graph):
+        mesh = init_device_mesh(device, (size,))
+        torch.manual_seed(0)
+        layers = [minifloat.Linear(HIDDEN, HIDDEN, recipe="current", device=device, etp_group=mesh) for _ in range(2)]
+        layers[0].weight.requires_grad_(False)
+        model = nn.Sequential(*layers)
+        twin = copy.deepcopy(model)
+        make_graphed_callables(model, (torch.randn(8, 2, HIDDEN, device=device).requires_grad_(),))
+        found, wanted = (step(each, rank, 1) | state_of(each) for each in (model, twin))
+        wrong = different(found, wanted)
+    return wrong + ["a gradient of the frozen weight"] * (layers[0].weight.grad is not None)
+
+
 class Fails(nn.Module):
     """Raises in its third forward or backward, after a gather has been started ahead."""
 
