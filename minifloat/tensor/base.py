@@ -50,6 +50,7 @@ class CodedTensor(torch.Tensor):
     source_version: int | None
     gatherer: Gatherer | None
     owner = ""  # what errors call the layer whose weight it is
+    _scratch = False  # new zeros, whose views FSDP2 writes to for nothing
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -283,8 +284,9 @@ def on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs the operation on the values, in high precision."""
     values, named = tree_map_only(CodedTensor, lambda t: t._values(), (args, kwargs))
     result = func(*values, **named)
-    if func.is_view and isinstance(args[0], CodedTensor) and args[0]._operands.any.format.quantized:
-        return tree_map_only(Tensor, partial(ReadOnlyView.of, args[0]._whose), result)
+    whole = args[0]
+    if func.is_view and isinstance(whole, CodedTensor) and whole._operands.any.format.quantized and not whole._scratch:
+        return tree_map_only(Tensor, partial(ReadOnlyView.of, whole._whose), result)
     return result
 
 

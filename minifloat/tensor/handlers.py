@@ -117,6 +117,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_values(func, args, kwargs)
     new = t._zeros(size, kwargs.get("device") or t.device)
     new = new._map(Tensor.pin_memory) if kwargs.get("pin_memory") else new
+    new._scratch = True
     new._group, new.source_version = t._group, None  # the amax of zeros needs no all-reduce, which could hang
     return new
 
@@ -176,7 +177,7 @@ def _average(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(t, QuantizedTensor) and t._operands.any.format.quantized:
             raise ValueError(
                 f"{t._whose} would round a moving average's small updates away: average in high precision, after "
-                "minifloat.convert.dequantize_weights(averaged_model)"
+                "dequantize_weights(averaged_model), from minifloat.convert import dequantize_weights"
             )
     return _in_place(func, args, kwargs)
 

@@ -30,7 +30,7 @@ _INNER = tuple(f"{slot}_{name}" for slot in operand_ops.SLOTS for name in operan
 _SHARED = ("quantizer", "cover")  # what copies refer to as well
 _FIELDS = frozenset(
     {"_operands", "_outside", "_wholes", "_group", "_initial", "scale", "source_version", "gatherer", "owner"}
-    | {*_SHARED, "made_by", "_frozen", "source", "first", "whole", "_loaded_amaxes"}  # of graphs and of subclasses
+    | {*_SHARED, "made_by", "_frozen", "_scratch", "source", "first", "whole", "_loaded_amaxes"}  # also of subclasses
 )
 
 
