@@ -745,3 +745,13 @@ def test_spec_round_trip(fmt: Format) -> None:
 
 def test_spec_of_the_identity() -> None:
     assert IDENTITY.spec == "identity" and parse("identity") == IDENTITY and not IDENTITY.quantized
+
+
+@pytest.mark.parametrize("rotated", ["input", "grad_output"])
+def test_a_rotation_of_one_operand_is_refused(rotated: str) -> None:
+    """Before anything is computed, by the layer's name; also where only the backward would come to it."""
+    nvfp4, current = recipes.named("nvfp4"), recipes.named("current")
+    recipe = CustomRecipe(lambda role: (nvfp4 if role.tensor_type in (rotated, "weight") else current).quantizer(role))
+    with pytest.raises(ValueError, match=r"'qkv': wgrad .*rotation cancels only if both have it; give both"):
+        linear_config(recipe, "qkv")
+    assert linear_config(CustomRecipe(nvfp4.quantizer), "qkv") == linear_config(nvfp4, "qkv")

@@ -69,7 +69,8 @@ def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = Fa
     """Makes the configuration of a layer called ``name``. A custom recipe's factory is called here, once a role.
 
     Raises:
-        ValueError: a custom recipe asks for delayed scaling with different parameters in one layer.
+        ValueError: a custom recipe asks for delayed scaling with different parameters in one layer, or rotates one
+            operand of wgrad alone.
     """
     quantizers: dict[str, Quantizer] = {}
     delayed: DelayedScaling | None = None
@@ -84,6 +85,12 @@ def linear_config(recipe: Recipe, name: str = "", save_original_input: bool = Fa
                 f"{delayed} and {wanted}; they share one history, so they must agree"
             )
         delayed = wanted or delayed
+    x, dy = (quantizers[kind].format(COLUMNWISE) for kind in ("input", "grad_output"))
+    if x.transform != dy.transform and recipe.backward_override is None:
+        raise ValueError(
+            f"layer {name or 'linear'!r}: wgrad multiplies {dy.spec} of grad_output with {x.spec} of input, and a "
+            "rotation cancels only if both have it; give both operands of wgrad the transform, or neither"
+        )
     return LinearConfig(
         **quantizers,
         delayed=delayed,
