@@ -114,8 +114,7 @@ NAMES: dict[str, str] = {
         "expert_etp_group ep_group aux_loss_group "
         "fused_parts activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy "
         "offload_policy ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
-        "moe router noop_flag pool into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype "
-        "saved_activation"
+        "moe router noop_flag pool into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"
     ),
     "mapping": "state",
     "iterable": "rules",

@@ -17,10 +17,8 @@ from minifloat.functional.exchange import UNKNOWN, Exchange, Inputs, KnownOfX, w
 from minifloat.functional.grouped import GroupLayout, joined, joined_for_dgrad
 from minifloat.functional.linear import LinearCall, grad_input, gradients, output, pack, save_x, unpack
 from minifloat.functional.norm_activation import (
-    SAVED,
     VALUES,
     Activation,
-    SavedActivation,
     measures_amax,
     one_format,
 )
@@ -262,7 +260,6 @@ class GroupedMLPCall(NamedTuple):
     """The activation, both linears' calls, and the rows of each expert.
 
     Attributes:
-        saved: the format in which H is saved for backward; None: unchanged.
         meanwhile: called while ranks send results.
         ahead: dY and its operands, on their way while backward computes what ``meanwhile`` computed.
     """
@@ -271,7 +268,6 @@ class GroupedMLPCall(NamedTuple):
     fc1: LinearCall
     fc2: LinearCall
     layout: GroupLayout
-    saved: SavedActivation | None
     meanwhile: Callable[[], Any] | None
     ahead: list[tuple[Tensor, Any]]
 
@@ -295,8 +291,8 @@ class GroupedMLPFunction(torch.autograd.Function):
     fprop H and Y as above; dgrad dA_g = dY_g W2_g, dX_g = dH_g W1_g; wgrad dW2_g = dY_g^T A_g, dW1_g = dH_g^T X_g.
     With a routing X, Y and their gradients are tokens [T, K]: each goes to k rows, read where they are cast, and gets
     the sum of k. dH = act'(H) p dA; dp = the sum of act(H) dA over a row. Saved are H, p, and the columnwise operands
-    of X and A; under ``recompute_x`` of the second linear backward casts A again, from H. With ``saved`` backward reads
-    H as it is in that format. Each direction casts twice, weights apart.
+    of X and A; under ``recompute_x`` of the second linear backward casts A again, from H. Each direction casts twice,
+    weights apart.
     """
 
     @staticmethod
@@ -315,10 +311,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         scales = delayed_scale(given2.delayed, "input", keep=True) if spec2.recompute_x else None
         given2.x = act_operands(spec2.casts.x, activation, h, probabilities, offsets, given2.delayed, scales)
         read_again: Tensor | None = h if spec2.options.needs_x else None
-        kept = None
-        if mlp.saved is not None and read_again is not None:
-            kept, read_again = SAVED[mlp.saved].cast(h).any, None
-        del h  # what is saved as codes must not take memory during what follows
+        del h
         a_operands, w_operands, own = exchange2.quantize_inputs(spec2, source2, given2, None, w2)
         given2.x = given2.w = None
         y = exchange2.fprop(spec2, a_operands, w_operands, b2)
@@ -326,7 +319,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         if mlp.meanwhile is not None:
             mlp.meanwhile()
         y = waited(y)
-        tensors, ctx.layouts = pack(*saved1, save_x(spec2, exchange2, None, own), saved_w, kept)
+        tensors, ctx.layouts = pack(*saved1, save_x(spec2, exchange2, None, own), saved_w)
         ctx.mlp, ctx.x_shape = mlp, x.shape
         ctx.save_for_backward(
             *tensors, scales, read_again, None if probabilities is None else guarded(probabilities)
@@ -340,10 +333,10 @@ class GroupedMLPFunction(torch.autograd.Function):
         (spec1, exchange1, source1, given1), (spec2, exchange2, source2, given2) = mlp.fc1, mlp.fc2
         activation, layout = mlp.activation, mlp.layout
         *tensors, scales, h, probabilities = ctx.saved_tensors
-        x, w1, a, w2, kept = unpack(ctx.layouts, tensors)
+        x, w1, a, w2 = unpack(ctx.layouts, tensors)
         db2 = exchange2.bias_gradient(spec2, dy) if spec2.options.needs_b else None
         if spec2.recompute_x:
-            a = _recompute(spec2, activation, _values(h, kept), probabilities, layout, scales)
+            a = _recompute(spec2, activation, h, probabilities, layout, scales)
         sent, operands = mlp.ahead.pop() if mlp.ahead else (None, None)
         operands = waited(operands) if sent is dy else exchange2.quantize_dy(spec2, dy, given2.delayed)
         da, dw2 = gradients(spec2, exchange2, source2, operands, a, w2)
@@ -352,7 +345,6 @@ class GroupedMLPFunction(torch.autograd.Function):
             given2.delayed.backward_finished()
         dx = dw1 = db1 = dp = None
         if da is not None:
-            h = _values(h, kept)
             operands, dp, value = dact_operands(
                 spec1.casts.dy, activation, da, h, probabilities, layout.offsets, given1.delayed, spec1.options.needs_b
             )
@@ -383,11 +375,6 @@ class AheadFunction(torch.autograd.Function):
         assert isinstance(exchange, Experts)
         mlp.ahead[:] = [(dy, exchange.start_dy(spec, dy, given.delayed))]
         return dy, None
-
-
-def _values(h: Tensor, kept: Operand | None) -> Tensor:
-    """H as backward reads it."""
-    return h if kept is None else kept.dequantize()
 
 
 def _recompute(

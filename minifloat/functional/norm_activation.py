@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minifloat import backends
 from minifloat.comm.group import cached
-from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
+from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.autograd import apply, as_output, first_order, guarded
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import activation, norm
@@ -301,30 +301,17 @@ class Activation:
         return activation.gated(self.name)
 
 
-SavedActivation = Literal["mxfp8", "mxfp4"]
-"""The format in which backward keeps the input of an activation."""
-
-SAVED: dict[SavedActivation, Quantizer] = {
-    "mxfp8": Quantizer(parse("e4m3/1x32/e8m0"), columnwise=False),
-    "mxfp4": Quantizer(parse("e2m1/1x32/e8m0"), columnwise=False),
-}
-
-
-def activate(
-    x: Tensor, of: Activation, probabilities: Tensor | None = None, offsets: Tensor | None = None,
-    saved: SavedActivation | None = None,
-) -> Tensor:  # fmt: skip
+def activate(x: Tensor, of: Activation, probabilities: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """Computes the activation of ``x`` [..., K], [..., K / 2] if gated, in fp32, rounded once to the dtype of ``x``.
 
     Args:
         probabilities: fp32 [M], factors of the rows of groups.
         offsets: of the groups, see :class:`~minifloat.Operand`; rows that are no group's are 0.
-        saved: backward reads ``x`` as it is in this format.
 
     Raises:
         TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or of odd width and the activation is gated.
     """
-    return apply(ActivationFunction, x, of, probabilities, offsets, saved)
+    return apply(ActivationFunction, x, of, probabilities, offsets)
 
 
 VALUES: tuple[Any, ...] = (), (), ()
@@ -335,33 +322,27 @@ class ActivationFunction(torch.autograd.Function):
     """Y = p act(X), dX = act'(X) p dY and dp = the sum of act(X) dY over a row; p is 1 but of groups. Keeps X and p."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, of: Activation, probabilities: Tensor | None, offsets: Tensor | None,
-        saved: SavedActivation | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, of: Activation, probabilities: Tensor | None, offsets: Tensor | None) -> Tensor:
         how, matrix = (of.name, of.parameters), as_matrix(x)
         if offsets is None:
             y, _ = activation.activation_forward(matrix, *how, x.dtype, False)
         else:
             y, _ = activation.grouped_activation(matrix, probabilities, offsets, None, *how, False, *VALUES)
-        kept = None if saved is None else SAVED[saved].cast(matrix).any
-        codes = (guarded(x), None) if kept is None else kept[:2]
-        ctx.save_for_backward(*codes, None if probabilities is None else guarded(probabilities), offsets)
-        ctx.of, ctx.layout, ctx.shape = of, None if kept is None else kept.layout, x.shape
+        ctx.save_for_backward(guarded(x), None if probabilities is None else guarded(probabilities), offsets)
+        ctx.of = of
         return as_output(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, scales, probabilities, offsets = ctx.saved_tensors
-        matrix = as_matrix(x) if ctx.layout is None else Operand(x, scales, None, *ctx.layout).dequantize()
-        how, dy = (ctx.of.name, ctx.of.parameters), as_matrix(dy)
+        x, probabilities, offsets = ctx.saved_tensors
+        matrix, how, dy = as_matrix(x), (ctx.of.name, ctx.of.parameters), as_matrix(dy)
         if offsets is None:
             dx, _, dp = activation.activation_backward(dy, matrix, *how, matrix.dtype, False, False)
         else:
             how = probabilities, offsets, None, *how, False, *VALUES
             dx, _, dp = activation.grouped_activation_backward(dy, matrix, *how)
-        return as_output(dx, ctx.shape), None, None if probabilities is None else dp, None, None
+        return as_output(dx, x.shape), None, None if probabilities is None else dp, None
 
 
 def act_value(

@@ -19,7 +19,7 @@ from minifloat.functional.autograd import apply, as_output
 from minifloat.functional.expert_parallel import Dispatch, Plan, dispatch_of
 from minifloat.functional.experts import AheadFunction, GroupedMLPCall, GroupedMLPFunction, LocalExperts, Tokens
 from minifloat.functional.grouped import GroupLayout, check_groups, layout_of
-from minifloat.functional.norm_activation import Activation, SavedActivation, activate
+from minifloat.functional.norm_activation import Activation, activate
 from minifloat.functional.router import Routing, permute_probabilities, unpermute
 from minifloat.nn import linear_call, parts
 from minifloat.nn.grouped_linear import GroupedLinear
@@ -49,8 +49,6 @@ class GroupedMLP(parts.LayerOfParts):
             its own tokens. Gradients of experts are sums over the tokens of all ranks.
         recompute_activation: save only the input of the activation, which its gradient needs anyway, and recompute
             fc2's operand in backward.
-        saved_activation: save that input in ``"mxfp8"`` or ``"mxfp4"``: the gradients of the activation and of
-            probabilities, and the recomputed operand, use the decoded values.
 
     The kernel of the activation casts or finds amaxes; results equal, to the bit, those of the parts called in turn
     (``docs/layers.md`` has two exceptions). The parts are called in turn if one has no recipe, has hooks, a
@@ -70,7 +68,6 @@ class GroupedMLP(parts.LayerOfParts):
         single_grouped_weight: bool = False,
         delay_wgrad_compute: bool = False,
         recompute_activation: bool = False,
-        saved_activation: SavedActivation | None = None,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         name: str | None = None,
@@ -82,7 +79,7 @@ class GroupedMLP(parts.LayerOfParts):
         self.ep_group = Group.of(ep_group)
         self.activation = Activation.of(activation, activation_params)
         self.num_experts, self.hidden_size = num_experts, hidden_size
-        self.recompute_activation, self.saved_activation = recompute_activation, saved_activation
+        self.recompute_activation = recompute_activation
         linear = partial(
             GroupedLinear, num_experts, bias=bias, single_grouped_weight=single_grouped_weight,
             single_grouped_bias=single_grouped_weight, delay_wgrad_compute=delay_wgrad_compute,
@@ -151,7 +148,7 @@ class GroupedMLP(parts.LayerOfParts):
             return self._run(x, LocalExperts(layout), is_first_microbatch, probabilities, None, *recipes)
         h = self.fc1(x, layout, is_first_microbatch)
         offsets = None if probabilities is None else layout.offsets
-        a = activate(h, self.activation, probabilities, offsets, self.saved_activation)
+        a = activate(h, self.activation, probabilities, offsets)
         y: Tensor = self.fc2(a, layout, is_first_microbatch)
         return y
 
@@ -251,7 +248,7 @@ class GroupedMLP(parts.LayerOfParts):
         )  # fmt: skip
         if meanwhile is not None:
             meanwhile = partial(_in_grad_mode, torch.is_grad_enabled(), meanwhile)
-        mlp = GroupedMLPCall(self.activation, call1, call2, there.layout, self.saved_activation, meanwhile, [])
+        mlp = GroupedMLPCall(self.activation, call1, call2, there.layout, meanwhile, [])
         y = apply(GroupedMLPFunction, mlp, x.to(dtype), probabilities, w1, b1, w2, b2)
         if meanwhile is not None and y.requires_grad:
             y = apply(AheadFunction, y, mlp)

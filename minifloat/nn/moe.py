@@ -15,7 +15,7 @@ from minifloat.arguments import NonNegativeFloat, Size, checked, label_of
 from minifloat.autocast import is_batch_invariant, used
 from minifloat.functional.autograd import as_output, autocast_dtype, exporting
 from minifloat.functional.gemm import multiply_values
-from minifloat.functional.norm_activation import SavedActivation, activate
+from minifloat.functional.norm_activation import activate
 from minifloat.functional.router import route
 from minifloat.nn import parts
 from minifloat.nn.grouped_mlp import GroupedMLP
@@ -61,7 +61,6 @@ class MoE(parts.LayerOfParts):
         num_experts, top_k: E and k.
         bias, activation, activation_params, init_method, output_layer_init_method, params_dtype, dtype, device, recipe,
             name, single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute, recompute_activation,
-            saved_activation: as in :class:`GroupedMLP`, which the experts are.
         shared_ffn_hidden_size: width of the shared MLP for every token; None: no shared MLP.
         shared_gate: its result is multiplied by sigmoid(X w^T), as by Qwen2-MoE's ``shared_expert_gate``; w is the
             weight [1, H] of the part ``shared_gate``.
@@ -102,7 +101,6 @@ class MoE(parts.LayerOfParts):
         single_grouped_weight: bool = False,
         delay_wgrad_compute: bool = False,
         recompute_activation: bool = False,
-        saved_activation: SavedActivation | None = None,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         name: str | None = None,
@@ -121,7 +119,7 @@ class MoE(parts.LayerOfParts):
         self.experts = GroupedMLP(
             num_experts, hidden_size, ffn_hidden_size, activation=activation, activation_params=activation_params,
             bias=bias, delay_wgrad_compute=delay_wgrad_compute, single_grouped_weight=single_grouped_weight,
-            recompute_activation=recompute_activation, saved_activation=saved_activation, init_method=init_method,
+            recompute_activation=recompute_activation, init_method=init_method,
             output_layer_init_method=output_layer_init_method, name=parts.part_name(name, "experts"), ep_group=ep_group,
             **of_experts,
         )  # fmt: skip

@@ -174,7 +174,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "biases": {"bias": True, "activation": "gelu"},
     "one parameter": {"single_grouped_weight": True},
     "recompute": {"recompute_activation": True},
-    "H in MXFP4": {"saved_activation": "mxfp4"},
     "kept for backward": {"recipe": Float8CurrentScaling(backward_override="dequantized")},
 }
 

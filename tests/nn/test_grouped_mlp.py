@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import minifloat
-from minifloat.formats import parse
 from minifloat.functional import permute, sort_by_expert
-from minifloat.functional.grouped import GroupLayout
-from minifloat.functional.norm_activation import Activation, activate
 from minifloat.nn import GroupedMLP
 from tests.helpers.sample import each_once, each_pair, first_by_default
 
@@ -154,62 +151,6 @@ def test_what_is_saved() -> None:
     expected = weights + rows * H + 2 * rows * 2 * F + 4 * rows
     assert expected <= saved(make("current", recompute_activation=True)) <= expected + rest
     assert expected + of_a <= saved(mlp) <= expected + of_a + rest
-    of_h = rows * 2 * F
-    for kept, nbytes in (("mxfp8", of_h + of_h // 32), ("mxfp4", of_h // 2 + of_h // 32)):
-        found = saved(make("current", saved_activation=kept))
-        assert expected + of_a - 2 * of_h + nbytes <= found <= expected + of_a - 2 * of_h + nbytes + rest
-
-
-class OfCodes(torch.autograd.Function):
-    """p act(H), and the gradients of that of the values which the codes of H stand for."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, p: Tensor, of: Activation, offsets: Tensor, fmt: str) -> Tensor:
-        ctx.save_for_backward(minifloat.Quantizer(parse(fmt))(h).along(-1).dequantize(), p, offsets)
-        ctx.of = of
-        return activate(h, of, p, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        h, p, offsets = ctx.saved_tensors
-        h, p = h.requires_grad_(), p.detach().requires_grad_()
-        with torch.enable_grad():
-            y = activate(h, ctx.of, p, offsets)
-        return *torch.autograd.grad(y, (h, p), dy), None, None, None
-
-
-@pytest.mark.parametrize("kept, fmt", [("mxfp8", "e4m3/1x32/e8m0"), ("mxfp4", "e2m1/1x32/e8m0")])
-@pytest.mark.parametrize("recipe", ["none", "current", "delayed", "block", "nvfp4"])
-def test_gradients_of_a_saved_activation(recipe: str, kept: Any, fmt: str) -> None:
-    """To the bit those of what the codes of H stand for, and Y is that of H."""
-    options: dict[str, Any] = {"activation": "clamped_swiglu" if kept == "mxfp4" else "gelu"}
-    mlp, exact = make(recipe, saved_activation=kept, **options), make(recipe, **options)
-    layout = GroupLayout.of(COUNTS, sum(COUNTS) + 2, torch.device("cpu"), mlp, False)
-    for seed in (1, 2):
-        x, p, dy = inputs(seed)
-        torch.manual_seed(seed)
-        a = OfCodes.apply(exact.fc1(x, layout), p, exact.activation, layout.offsets, fmt)
-        y: Tensor = exact.fc2(a, layout)
-        y.backward(dy)
-        expected = [y.detach(), x.grad, p.grad, *[parameter.grad for parameter in exact.parameters()]]
-        assert_equal(results(mlp, seed), expected)
-    assert not torch.equal(results(mlp, 3)[1], results(make(recipe, **options), 3)[1])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kept", ["mxfp8", "mxfp4"])
-def test_saved_activation_beside_other_options(kept: Any) -> None:
-    """Parts with hooks, frozen ones, a recomputed A (of the saved H: dW2 alone differs), and a compiled module."""
-    whole, again = make("mxfp8", saved_activation=kept), make("mxfp8", saved_activation=kept, recompute_activation=True)
-    found = results(whole, 1)
-    assert_equal(results(in_parts(make("mxfp8", saved_activation=kept)), 1), found)
-    recomputed = results(again, 1)
-    ends = len(COUNTS)
-    assert_equal(recomputed[: 3 + ends], found[: 3 + ends])
-    assert not torch.equal(recomputed[-1], found[-1])  # type: ignore[arg-type]
-    compiled = torch.compile(make("mxfp8", saved_activation=kept), backend="aot_eager", fullgraph=True)
-    assert_equal(results(compiled, 1), found)  # type: ignore[arg-type]
-    frozen = make("mxfp8", saved_activation=kept).requires_grad_(False)
-    assert_equal(results(frozen, 1)[:3], found[:3])
 
 
 @first_by_default

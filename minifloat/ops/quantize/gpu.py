@@ -186,8 +186,6 @@ class RecordedCasts(RequestedCasts):
     def __call__(
         self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
     ) -> tuple[Sequence[Output], Sequence[Tensor]]:
-        # A replay reads addresses alone: what is no view as a matrix is copied before its address is taken.
-        xs = [x if x.is_contiguous() else as_matrix(x) for x in xs]
         most = most_matrices(xs[0].get_device()) if len(xs) > MOST_BY_VALUE else None
         results: Any
         results, _ = self.recorder(

@@ -18,8 +18,6 @@
 ``finish20``       the last 20 % of the steps in bf16
 ``parameters``     weights kept as codes, under fp32 masters in the optimizer
 ``moments8``       moments of the optimizer in FP8, those of torchao's ``AdamWFp8``
-``saved8``         experts that keep the inputs of their activations in MXFP8
-``saved4``         experts that keep them in MXFP4
 =================  =====================================================================================
 """
 
@@ -34,8 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifloat import GroupedMLP, quantized_model_init
-from minifloat.functional.norm_activation import SavedActivation
+from minifloat import quantized_model_init
 from minifloat.optim import MasterWeights
 from minifloat.recipe import NAMES, Recipe, named
 from minifloat.recipe.base import DelayedScaling, ElementPair, split
@@ -70,8 +67,7 @@ FIELDS: dict[str, tuple[tuple[type[Recipe], ...], dict[str, Any]]] = {  # recipe
 }
 TAILS = {"last-bf16": 0.25, "tail15": 0.15}  # which share of the layers is in bf16
 FINISHES = {"finish10": 0.1, "finish20": 0.2}  # which share of the steps is
-SAVED: dict[str, SavedActivation] = {"saved8": "mxfp8", "saved4": "mxfp4"}
-OPTIONS = (*FIELDS, *TAILS, *FINISHES, "parameters", "moments8", *SAVED)
+OPTIONS = (*FIELDS, *TAILS, *FINISHES, "parameters", "moments8")
 
 
 @dataclass(frozen=True)
@@ -148,10 +144,6 @@ class Variant:
         assert isinstance(blocks, nn.ModuleList)
         for block in blocks[self.quantized_layers(sizes) :]:
             compute_unquantized(block)
-        for kept_in in [SAVED[option] for option in SAVED.keys() & self.options]:
-            for module in model.modules():
-                if isinstance(module, GroupedMLP):
-                    module.saved_activation = kept_in
         return model
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
