@@ -106,10 +106,10 @@ class Place(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A TMA descriptor of what lies at a place."""
+    """A TMA descriptor of what lies at a place; ``like``: its other attributes."""
 
     place: Place
-    like: Any
+    like: dict[str, Any]
 
 
 class Step(NamedTuple):
@@ -243,7 +243,10 @@ class Tape(TorchDispatchMode):
             return self._place(argument)
         if isinstance(argument, tuple) and argument and isinstance(argument[0], Tensor):
             return tuple(map(self._place, argument))
-        return Described(self._place(argument.base), argument) if hasattr(argument, "base") else argument
+        if not hasattr(argument, "base"):
+            return argument
+        like = {name: getattr(argument, name) for name in _DESCRIBED if hasattr(argument, name)}
+        return Described(self._place(argument.base), like)
 
     def _slot(self, x: Tensor) -> int:
         """Notes memory that was made, or that a call gave anew."""
@@ -333,10 +336,8 @@ class _Writer:
         self.space: dict[str, Any] = {"torch": torch, "view": _view, "empty": empty_strided}
         called = {slot for step in tape.steps if step.kind == "call" for slot in step.touched}
         self.kept = {place.slot for place in shown if place is not None}
-        self.fill, self.size = (
-            dict[int, int](),
-            0,
-        )  # bytes from the first zero to those of a slot, and how many there are
+        self.fill: dict[int, int] = {}  # bytes from the first zero to those of a slot
+        self.size = 0
         for step in tape.steps:
             slot = step.made[0] if step.kind == "zeros" else _NOTHING
             if slot == _NOTHING or slot in called or (apart and slot in self.kept):
@@ -362,21 +363,16 @@ class _Writer:
         last = {slot: i for i, step in enumerate(steps) for slot in step.touched}
         for i, step in enumerate(steps):
             lines.append(self._line(step))
-            lines += [
-                f"p{slot} = t{slot}.data_ptr()" for slot in step.made if slot in pointed and slot not in self.fill
-            ]
+            lines += [f"p{slot} = t{slot}.data_ptr()" for slot in step.made if slot in pointed - self.fill.keys()]
             dead = dict.fromkeys(slot for slot in step.touched if last[slot] == i and slot not in self.kept)
-            if names := ", ".join(f"t{slot}" for slot in dead if slot not in self.fill):
-                lines.append(f"del {names}")
+            if freed := ", ".join(f"t{slot}" for slot in dead if slot not in self.fill):
+                lines.append(f"del {freed}")
         if launches:
             from minifloat.ops import launch
 
-            self.space |= {
-                "counters": launch.counters,
-                "names": [step.name for step in launches],
-                "count": launch.count,
-            }
-            lines.append("if counters: count(*names)")
+            names = [step.name for step in launches]
+            self.space |= {"counters": launch.counters, "count": partial(launch.count, *names)}
+            lines.append("if counters: count()")
         self.space["rest"] = rest
         results = ", ".join("None" if place is None else self._tensor(place) for place in self.shown)
         lines.append(f"return [{results}], rest")
@@ -453,9 +449,9 @@ def _view(memory: Tensor, shape: Any, stride: Any, dtype: torch.dtype, offset: i
 class _Descriptor:
     """A TMA descriptor at another address, for Triton's launcher."""
 
-    def __init__(self, like: Any, address: int) -> None:
-        self.__dict__.update({name: getattr(like, name) for name in _DESCRIBED if hasattr(like, name)})
-        self.base, self._address = self, address
+    def __init__(self, like: dict[str, Any], address: int) -> None:
+        self.__dict__.update(like, base=self)
+        self._address = address
 
     def data_ptr(self) -> int:
         return self._address

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
+
 from minifloat.ops import tape
+from minifloat.ops.launch import count_launches
 from minifloat.ops.tape import Recorder, opaque
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.replay_on_cpu import replay_on_cpu
@@ -134,6 +139,40 @@ def test_what_a_library_does_is_called_again() -> None:
     out = torch.zeros(4)
     assert run(-torch.ones(4), out)[0].tolist() == [-2] * 4 and not out.any()  # type: ignore[union-attr]
     assert run(torch.ones(4), out)[0].tolist() == [2] * 4 and out.all()  # type: ignore[union-attr]
+
+
+class Described:
+    """A TMA descriptor."""
+
+    def __init__(self, base: Tensor) -> None:
+        self.base, self.shape = base, [*base.shape]
+
+
+def test_launches_get_addresses_and_keep_no_tensor() -> None:
+    launched: list[Any] = []
+
+    def launch(*args: Any) -> None:
+        launched.append(args)
+
+    def function(x: Tensor, y: Tensor) -> list[Tensor | None]:
+        made, of = torch.empty(8), tape.current()
+        assert of is not None
+        of.launched("kernel", launch, ("head",), 3, [made, (x[4:], y), Described(y), 7, "e4m3"])
+        return [made, x + made]
+
+    inputs = torch.randn(8), torch.randn(8)
+    run, left = taped(function, *inputs), [weakref.ref(x) for x in inputs]
+    del inputs
+    gc.collect()
+    assert not [x for x in left if x() is not None]
+    x, y = torch.randn(8), torch.randn(8)
+    with count_launches() as counted:
+        made = run(x, y)[0]
+    assert made is not None and counted == {"kernel": 1}
+    ((*grid, head, first, pair, described, number, text),) = launched
+    assert grid == [3, 1, 1, 0] and (head, number, text) == ("head", 7, "e4m3")
+    assert (first, pair) == (made.data_ptr(), (x.data_ptr() + 16, y.data_ptr()))
+    assert (described.data_ptr(), described.shape, described.base) == (y.data_ptr(), [8], described)
 
 
 OTHER = torch.randn(4)
