@@ -288,7 +288,7 @@ class LayerNormMLPFunction(torch.autograd.Function):
             return [y, *of_norm, *tensors, scale1, scale2, h if spec2.options.needs_x else None], layouts
 
         both = spec1.forward and spec2.forward
-        casts = [w if call.given.w is None else None for call, w in ((mlp.fc1, w1), (mlp.fc2, w2))]
+        casts = w1 if mlp.fc1.given.w is None else None, w2 if mlp.fc2.given.w is None else None
         taped = both and forward_inputs([mlp.fc1, mlp.fc2], x, residual, gamma, beta, b1, b2, *casts)
         ctx.key = mlp.norm, mlp.activation, spec2, taped and taped[0]
         (y, *results), ctx.layouts = replayed(spec1.forward, ctx.key, taped[1], compute) if taped else compute()
