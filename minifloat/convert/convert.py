@@ -11,28 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from minifloat.arguments import checked
-from minifloat.convert import weights
+from minifloat.convert import select, weights
 from minifloat.convert.experts import ExpertLinear, attach, attached, grouped_class, identity
-from minifloat.convert.select import (
-    ConversionReport,
-    Converted,
-    DefaultFilter,
-    FilterFn,
-    LeftAlone,
-    Named,
-    Rule,
-    is_conv1d,
-    is_own,
-    is_sharded_by_fsdp,
-    linear_shape,
-    linears_of,
-    merged,
-    named_modules,
-    obstacle,
-    other_matrices,
-    pattern_of,
-    read_rules,
-)
+from minifloat.convert.select import ConversionReport, Converted, DefaultFilter, FilterFn, LeftAlone, Named, Rule
 from minifloat.delayed import AmaxHistory
 from minifloat.functional.spec import LinearConfigs
 from minifloat.nn.grouped_linear import GroupedLinear
@@ -64,23 +45,14 @@ class Conv1DLinear(Linear):
 
 
 class OriginalModule(NamedTuple):
-    """Class and attributes of a module before it was converted.
-
-    Attributes:
-        old_class: its class.
-        new_class: the class that it got; None if it kept its own.
-        values: attributes that changed, with their values.
-        added: names of attributes that it did not have.
-        submodules: names of those that it had.
-        quantized: names of parameters that quantized ones have replaced.
-    """
+    """Class and attributes of a module before it was converted."""
 
     old_class: type[nn.Module]
-    new_class: type[nn.Module] | None
-    values: dict[str, Any]
-    added: tuple[str, ...]
-    submodules: tuple[str, ...]
-    quantized: tuple[str, ...] = ()
+    new_class: type[nn.Module] | None  # None if it kept its own
+    values: dict[str, Any]  # of attributes that changed
+    added: tuple[str, ...]  # names of attributes that it did not have
+    submodules: tuple[str, ...]  # names of those that it had
+    quantized: tuple[str, ...] = ()  # names of parameters that quantized ones have replaced
 
 
 class _Decision(NamedTuple):
@@ -135,15 +107,15 @@ def convert(
             model is then as if reverted, as it is if a custom recipe's factory gives a wrong answer.
     """
     _refuse_sharded(model)
-    chosen, read = own_recipe(recipe), read_rules(rules)
+    chosen, read = own_recipe(recipe), select.read_rules(rules)
     kept = _converted_histories(model)
     revert(model)
-    modules = named_modules(model)
-    linears = linears_of(modules)
+    modules = select.named_modules(model)
+    linears = select.linears_of(modules)
     wanted = DefaultFilter(model) if filter_fn is None else filter_fn
     decisions = [(named, _decide(named, chosen, wanted, read)) for named in linears]
     layers = [(named, decision.recipe) for named, decision in decisions if decision.reason is None]
-    others = list(other_matrices(modules))
+    others = list(select.other_matrices(modules))
     inits = weights.formats(model, layers, quantize_weights)
     try:
         for named, decision in decisions:
@@ -163,7 +135,7 @@ def convert(
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    sharded = next((each for each in named_modules(model) if is_sharded_by_fsdp(each.module)), None)
+    sharded = next((each for each in select.named_modules(model) if select.is_sharded_by_fsdp(each.module)), None)
     if sharded is not None:
         raise ValueError(
             f"convert: {sharded.names[0] or 'the model'} was given to fully_shard already, which gathers weights in "
@@ -202,7 +174,7 @@ def revert(model: nn.Module) -> None:
     Raises:
         ValueError: something else has changed the class of a converted module since, as ``fully_shard`` does.
     """
-    converted = [named for named in named_modules(model) if _BEFORE in named.module.__dict__]
+    converted = [named for named in select.named_modules(model) if _BEFORE in named.module.__dict__]
     for names, module in converted:
         before: OriginalModule = module.__dict__[_BEFORE]
         if before.new_class is not None and type(module) is not before.new_class:
@@ -217,15 +189,15 @@ def revert(model: nn.Module) -> None:
 def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]) -> _Decision:
     """Decides on a linear: what is impossible first, then rules, then the filter."""
     names, module = named
-    reason = obstacle(module)
+    reason = select.obstacle(module)
     if reason is not None:
         return _Decision(None, reason)
     for rule in rules:
         if rule.matches(names):
             return _Decision(rule.recipe, f"rule {rule.pattern!r}" if rule.recipe == "none" else None)
-    own = module.recipe if is_own(module) else None
+    own = module.recipe if select.is_own(module) else None
     if isinstance(wanted, DefaultFilter):
-        if is_own(module):
+        if select.is_own(module):
             kind = "GroupedLinear" if isinstance(module, GroupedLinear) else "Linear"
             reason = f"a minifloat.{kind} with recipe={own!r}" if own == "none" or recipe is None else None
         else:
@@ -266,7 +238,7 @@ def _apply(named: Named, decision: _Decision, histories: Histories) -> None:
         if module.recipe != decision.recipe:
             _give_recipe(module, decision.recipe, histories)
     elif decision.reason is None:
-        _change_class(module, Conv1DLinear if is_conv1d(module) else Linear, decision.recipe, names[0], histories)
+        _change_class(module, decision.recipe, names[0], histories)
 
 
 def _attach(linear: ExpertLinear, recipe: OwnRecipe, histories: Histories) -> None:
@@ -292,8 +264,9 @@ def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -
         module._config(recipe)
 
 
-def _change_class(module: nn.Module, new: type[Linear], recipe: OwnRecipe, name: str, histories: Histories) -> None:
-    before, old, (out_features, in_features) = dict(module.__dict__), type(module), linear_shape(module)
+def _change_class(module: nn.Module, recipe: OwnRecipe, name: str, histories: Histories) -> None:
+    before, old, (out_features, in_features) = dict(module.__dict__), type(module), select.linear_shape(module)
+    new = Conv1DLinear if select.is_conv1d(module) else Linear
     module.__class__ = new
     assert isinstance(module, Linear)
     module._init_state(recipe, name)
@@ -324,40 +297,39 @@ def _report(
 ) -> ConversionReport:
     converted, left_alone = [], []
     for (names, module), (recipe, reason) in decisions:
-        shape, kind, num_experts = linear_shape(module), type(module).__name__, None
-        if isinstance(module, ExpertLinear):
-            before: OriginalModule | None = module.experts.__dict__.get(_BEFORE)
-            kind = (type(module.experts) if before is None else before.old_class).__name__
-            num_experts = module.num_gemms
-        elif isinstance(module, GroupedLinear):
-            num_experts = module.num_gemms
+        holder = module.experts if isinstance(module, ExpertLinear) else module
+        before: OriginalModule | None = holder.__dict__.get(_BEFORE)
+        shape = select.linear_shape(module)
+        num_experts = module.num_gemms if isinstance(module, GroupedLinear) else None
         if reason is None:
             assert recipe != "none"
-            holder = module.experts if isinstance(module, ExpertLinear) else module
-            quantized = holder.__dict__[_BEFORE].quantized if _BEFORE in holder.__dict__ else ()
+            quantized = () if before is None else before.quantized
             quantized_weight = module.parameter in quantized if isinstance(module, ExpertLinear) else bool(quantized)
             converted.append(Converted(names, shape, recipe, quantized_weight, num_experts))
         else:
-            left_alone.append(LeftAlone(names, kind, shape, reason, num_experts))
+            kind = type(holder) if before is None else before.old_class
+            left_alone.append(LeftAlone(names, kind.__name__, shape, reason, num_experts))
     for (names, module), reason in others:
         left_alone.append(LeftAlone(names, type(module).__name__, None, reason))
-    quantized = [named.module for named, decision in decisions if decision.reason is None]
-    each = [named.module for named, _ in decisions]  # with new modules, of quantized experts
-    everything = _count_elements(map(_own_parameters, [*each, *(named.module for named in modules)]))
-    fraction = _count_elements(map(_own_parameters, quantized)) / everything if everything else 0.0
-    recipes = ((each.names[0], "none" if why and not is_own(each.module) else own) for each, (own, why) in decisions)
-    uneven = (pattern_of(tuple(group)) for group in merged(recipes) if len(set(group.values())) > 1)
-    warnings = warnings + _fast_paths(modules, quantized)
+    layers = [named.module for named, decision in decisions if decision.reason is None]
+    linears = [named.module for named, _ in decisions]  # with new modules, of quantized experts
+    everything = _count_elements([*linears, *(named.module for named in modules)])
+    fraction = _count_elements(layers) / everything if everything else 0.0
+    recipes = (
+        (each.names[0], "none" if why and not select.is_own(each.module) else own) for each, (own, why) in decisions
+    )
+    uneven = (select.pattern_of(tuple(group)) for group in select.merged(recipes) if len(set(group.values())) > 1)
+    warnings = warnings + _fast_paths(modules, layers)
     warnings += [
         f"{each}: engines merge these, and export_weights refuses unequal recipes" for each in dict.fromkeys(uneven)
     ]
     return ConversionReport(tuple(converted), tuple(left_alone), tuple(warnings), fraction)
 
 
-def _fast_paths(modules: list[Named], quantized: list[nn.Module]) -> list[str]:
+def _fast_paths(modules: list[Named], converted: list[nn.Module]) -> list[str]:
     """Warns if PyTorch may read converted weights without calling their modules."""
-    layers = [named.module for named in modules if isinstance(named.module, nn.TransformerEncoderLayer)]
-    if not any(child in quantized for layer in layers for child in layer.children()):
+    blocks = [named.module for named in modules if isinstance(named.module, nn.TransformerEncoderLayer)]
+    if not any(child in converted for block in blocks for child in block.children()):
         return []
     return [
         "nn.TransformerEncoderLayer in evaluation without gradients does not call its linears but computes in high "
@@ -374,10 +346,9 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [*module.parameters(), *[p for p in whole if p is not None]]
 
 
-def _count_elements(parameters: Iterable[Iterable[nn.Parameter]]) -> int:
-    """Counts the elements of parameters, shared ones once."""
-    each = {id(p): p for own in parameters for p in own if not is_lazy(p)}
-    return sum(parameter.numel() for parameter in each.values())
+def _count_elements(modules: list[nn.Module]) -> int:
+    """Counts the elements of parameters of modules, shared ones once."""
+    return sum({id(p): p.numel() for module in modules for p in _own_parameters(module) if not is_lazy(p)}.values())
 
 
 def _nothing_converted(reasons: Sequence[str | None]) -> str:
