@@ -64,10 +64,7 @@ def running() -> DistributedDataParallel | None:
 
 
 def history_names(module: nn.Module) -> set[str]:
-    """Names the buffers below ``module`` that each rank fills: delayed scaling's, and the counts of routers.
-
-    Those of a first forward to come are included.
-    """
+    """Names the buffers below ``module`` that each rank fills, also of forwards to come: histories, routers' counts."""
     buffers = [f"{way}_scaling.{name}" for way in ("forward", "backward") for name in ("scale", "amax_history")]
     buffers.append("expert_counts")
     return {f"{layer}.{buffer}".lstrip(".") for layer, _ in module.named_modules() for buffer in buffers}
@@ -87,11 +84,7 @@ def keep_histories() -> None:
 
 
 def check_reduced(layer: object, weight: Tensor) -> None:
-    """Raises if DDP would miss this layer's weight gradient, which autograd will not get.
-
-    Raises:
-        ValueError: a wrapper, which does not ignore the weight, would reduce zeros in its place.
-    """
+    """Raises a ValueError if DDP, which does not ignore the weight, would reduce zeros in place of its gradient."""
     if running() is not None and not getattr(weight, "_ddp_ignored", False):
         raise unreduced(label_of(layer))
 
@@ -99,10 +92,9 @@ def check_reduced(layer: object, weight: Tensor) -> None:
 def check_same_rows(
     layer: object, parameters: Iterable[Tensor], why: str = "etp_group has other rows of this weight"
 ) -> None:
-    """Raises if DDP would average what is another tensor on each rank of a group; ``why``: of which group, and what.
+    """Raises a ValueError if DDP, which does not ignore them, would average what is another tensor on each rank.
 
-    Raises:
-        ValueError: a wrapper, which does not ignore them, would take them for the same ones.
+    ``why``: of which group, and what.
     """
     if not all(getattr(each, "_ddp_ignored", False) for each in parameters):
         raise ValueError(
@@ -133,11 +125,7 @@ def unreduced(label: str) -> ValueError:
 
 
 def check_synchronized(layer: object) -> None:
-    """Raises if DDP runs a layer with a quantized parameter and does not synchronize it.
-
-    Raises:
-        ValueError: the wrapper has not made ranks alike bit by bit: it broadcasts values, and each rank casts them.
-    """
+    """Raises a ValueError if DDP runs a layer with a quantized parameter: it broadcasts values, and each rank casts."""
     wrapper = running()
     if wrapper is not None and not hasattr(wrapper, MARK):
         raise ValueError(
@@ -147,11 +135,7 @@ def check_synchronized(layer: object) -> None:
 
 
 def check_no_join() -> None:
-    """Raises inside of DDP's ``join``, since all ranks have to agree in each step.
-
-    Raises:
-        ValueError: inside of the wrapper's ``join()`` ranks that have no more data take part in its collectives alone.
-    """
+    """Raises a ValueError inside of DDP's ``join()``, where ranks without data take part in its collectives alone."""
     wrapper = running()
     if wrapper is not None and wrapper._join_config.enable:
         raise ValueError(

@@ -70,10 +70,7 @@ def quantize_shard(
         firsts = [shards.whole_units(unit).first(group.rank) for unit in units]
         rngs = [torch.cat([rng, torch.full_like(rng[:1], first)]) for first in firsts]
     made = cast_all(sources, quantizers, levels, rngs, scales=[scale] * len(units))
-    shape = x.shape[0], x.shape[1]
-    own, other = made[0].rowwise, made[-1].columnwise
-    rowwise = with_shape(own, shape)
-    return Quantized(rowwise, rowwise if other is own else with_shape(other, shape))
+    return _of_rows(Quantized(made[0].rowwise, made[-1].columnwise), x)
 
 
 class Repeat(NamedTuple):
@@ -139,12 +136,8 @@ def quantize_shards(
             casts[n], levels[n] = repeats[i].along((ROWWISE, COLUMNWISE) if dims is None else dims[i])
     parts = cast_all(sources, casts, levels, scales=[scales[i] for i in places])
     for i, cast in zip(places, parts, strict=True):
-        shape = xs[i].shape[0], xs[i].shape[1]
-        rowwise = with_shape(cast.rowwise, shape)
-        columnwise = rowwise if cast.columnwise is cast.rowwise else with_shape(cast.columnwise, shape)
-        before = made.get(i)
-        made[i] = Quantized(rowwise, columnwise) if before is None else Quantized(before.rowwise, columnwise)
-    return [(made[i], repeats.get(i)) for i in range(len(xs))]
+        made[i] = Quantized(made[i].rowwise, cast.columnwise) if i in made else cast
+    return [(_of_rows(made[i], x), repeats.get(i)) for i, x in enumerate(xs)]
 
 
 @cached
@@ -162,9 +155,11 @@ def _sharded_casts(quantizer: Quantizer, shards: ShardMap) -> tuple[list[Quantiz
     return [quantizer.with_usage(columnwise=False), quantizer.with_usage(rowwise=False)], units, stochastic
 
 
-def with_shape(operand: Operand | None, shape: tuple[int, int]) -> Operand | None:
-    """The operand with another logical shape, where its codes are not of the rows that a rank has."""
-    return operand if operand is None or operand.shape == shape else operand._replace(shape=shape)
+def _of_rows(made: Quantized, x: Tensor) -> Quantized:
+    """Operands with the logical shape of ``x``, where their codes are not of the rows that a rank has."""
+    shape, one = (x.shape[0], x.shape[1]), made.columnwise is made.rowwise
+    rowwise, columnwise = (o if o is None or o.shape == shape else o._replace(shape=shape) for o in made)
+    return Quantized(rowwise, rowwise if one else columnwise)
 
 
 def _given(amaxes: Amaxes, sources: Sequence[Tensor], x: Tensor, quantizers: Sequence[Quantizer]) -> Sequence[Amaxes]:
@@ -253,13 +248,14 @@ def gather(
     part: Quantized, shards: ShardMap, group: Group, *, rowwise: bool, columnwise: bool, gemm_ready: bool = False
 ) -> Quantized:
     """Gathers the quantized matrix [sum(rows), K] from the parts of all ranks; arguments as in :func:`start_gather`."""
-    dims = [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
-    return _start([part], shards, group, dims, gemm_ready, overlapped=False).wait()[0]
+    return start_gather(
+        [part], shards, group, rowwise=rowwise, columnwise=columnwise, gemm_ready=gemm_ready, overlapped=False
+    ).wait()[0]
 
 
 def start_gather(
     parts: Sequence[Quantized], shards: ShardMap, group: Group, *, rowwise: bool, columnwise: bool,
-    gemm_ready: bool = False,
+    gemm_ready: bool = False, overlapped: bool = True,
 ) -> Pending[list[Quantized]]:  # fmt: skip
     """Starts gathering several quantized tensors in one call of the backend; ``wait()`` returns them.
 
@@ -272,11 +268,31 @@ def start_gather(
         rowwise, columnwise: the orientations wanted.
         gemm_ready: lay codes out in memory as this device's GEMMs read them (see ``Quantizer.layouts``), after the
             wait.
+        overlapped: as in :func:`~minifloat.comm.collectives.start_all_gather_rows`.
 
     Raises:
         ValueError: a part lacks an orientation or has not the rows that ``shards`` says.
     """
-    return _start(parts, shards, group, [ROWWISE] * rowwise + [COLUMNWISE] * columnwise, gemm_ready, overlapped=True)
+    dims = [ROWWISE] * rowwise + [COLUMNWISE] * columnwise
+    wanted = [{dim: part.along(dim) for dim in dims} for part in parts]
+    owns = {id(own): own for operands in wanted for own in operands.values()}  # one that serves two dims once
+    xs: list[Tensor] = []
+    maps: list[ShardMap] = []
+    for own in owns.values():
+        for field, rows in shards.gathered(own.format, own.dim):
+            xs.append(getattr(own, field))
+            maps.append(rows)
+            check_sharded("gather", xs[-1], rows, group)
+    transfer = start_all_gather_rows(xs, maps, group, overlapped=overlapped)
+
+    def finish() -> list[Quantized]:
+        gathered = iter(transfer.wait())
+        wholes = {key: _whole(own, gathered, shards) for key, own in owns.items()}
+        layout = _gemm_layout if gemm_ready else lambda whole, _: whole
+        found = [{dim: layout(wholes[id(own)], dim) for dim, own in each.items()} for each in wanted]
+        return [Quantized(each.get(ROWWISE), each.get(COLUMNWISE)) for each in found]
+
+    return Pending([], finish)
 
 
 def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group) -> Pending[list[Operand]]:
@@ -296,31 +312,6 @@ def start_gather_alike(parts: Sequence[Operand], shards: ShardMap, group: Group)
             for made, part, columns in zip(wholes, parts, gathered.split(own[0].shape[1], 1), strict=True):
                 made[field] = columns if getattr(part, field).dim() == 2 else columns[:, 0]
         return [with_fields(part, made, shards.total) for part, made in zip(parts, wholes, strict=True)]
-
-    return Pending([], finish)
-
-
-def _start(
-    parts: Sequence[Quantized], shards: ShardMap, group: Group, dims: Sequence[int], gemm_ready: bool, *,
-    overlapped: bool,
-) -> Pending[list[Quantized]]:  # fmt: skip
-    wanted = [{dim: part.along(dim) for dim in dims} for part in parts]
-    owns = {id(own): own for operands in wanted for own in operands.values()}  # one that serves two dims once
-    xs: list[Tensor] = []
-    maps: list[ShardMap] = []
-    for own in owns.values():
-        for field, rows in shards.gathered(own.format, own.dim):
-            xs.append(getattr(own, field))
-            maps.append(rows)
-            check_sharded("gather", xs[-1], rows, group)
-    transfer = start_all_gather_rows(xs, maps, group, overlapped=overlapped)
-
-    def finish() -> list[Quantized]:
-        gathered = iter(transfer.wait())
-        wholes = {key: _whole(own, gathered, shards) for key, own in owns.items()}
-        layout = _gemm_layout if gemm_ready else lambda whole, _: whole
-        found = [{dim: layout(wholes[id(own)], dim) for dim, own in each.items()} for each in wanted]
-        return [Quantized(each.get(ROWWISE), each.get(COLUMNWISE)) for each in found]
 
     return Pending([], finish)
 
