@@ -145,10 +145,9 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterInit]) -> list[str]:
     """Replaces the weights of converted layers by quantized parameters; warns of each that stays as it is."""
-    layers = {module: init for (_, module), init in inits.items() if isinstance(module, LinearState)}
-    obstacles = weights.obstacles(modules, layers)
-    for layer in obstacles:
-        del layers[layer]
+    found = {module: init for (_, module), init in inits.items() if isinstance(module, LinearState)}
+    obstacles = weights.obstacles(modules, found)
+    layers = {layer: init for layer, init in found.items() if layer not in obstacles}
     for layer, init in layers.items():  # all plans first: a factory that fails must find the weights as they were
         layer._config(init.recipe)
     for layer, init in layers.items():
@@ -196,12 +195,11 @@ def _decide(named: Named, recipe: OwnRecipe, wanted: FilterFn, rules: list[Rule]
         if rule.matches(names):
             return _Decision(rule.recipe, f"rule {rule.pattern!r}" if rule.recipe == "none" else None)
     own = module.recipe if select.is_own(module) else None
-    if isinstance(wanted, DefaultFilter):
-        if select.is_own(module):
-            kind = "GroupedLinear" if isinstance(module, GroupedLinear) else "Linear"
-            reason = f"a minifloat.{kind} with recipe={own!r}" if own == "none" or recipe is None else None
-        else:
-            reason = wanted.reason(module)
+    if isinstance(wanted, DefaultFilter) and select.is_own(module):
+        kind = "GroupedLinear" if isinstance(module, GroupedLinear) else "Linear"
+        reason = f"a minifloat.{kind} with recipe={own!r}" if own == "none" or recipe is None else None
+    elif isinstance(wanted, DefaultFilter):
+        reason = wanted.reason(module)
     elif not wanted(module, names[0]):
         reason = "filter_fn"
     if reason is not None:
@@ -213,18 +211,15 @@ def _converted_histories(model: nn.Module) -> dict[Any, tuple[OwnRecipe, Histori
     """Finds each converted layer's recipe and the histories that it got since, by its identity."""
     found: dict[Any, tuple[OwnRecipe, Histories]] = {}
     for module in model.modules():
-        if isinstance(module, LinearState) and _BEFORE in module.__dict__:
-            found[module] = module.recipe, _added_submodules(module)
-        elif _BEFORE in module.__dict__:
-            for linear in attached(module):
-                found[identity(linear)] = linear.recipe, dict(linear.named_children())
+        if _BEFORE in module.__dict__:
+            for layer in [module] if isinstance(module, LinearState) else attached(module):
+                found[identity(layer)] = layer.recipe, _added(layer, module.__dict__[_BEFORE])
     return found
 
 
-def _added_submodules(module: nn.Module) -> Histories:
+def _added(layer: nn.Module, before: OriginalModule) -> Histories:
     """Finds histories, and of experts their linears."""
-    before: OriginalModule = module.__dict__[_BEFORE]
-    children = module._modules.items()
+    children = layer._modules.items()
     return {k: m for k, m in children if isinstance(m, (AmaxHistory, ExpertLinear)) and k not in before.submodules}
 
 
@@ -281,10 +276,11 @@ def _change_class(module: nn.Module, recipe: OwnRecipe, name: str, histories: Hi
 
 
 def _restore(module: nn.Module) -> None:
-    weights.dequantize(module, module.__dict__[_BEFORE].quantized)
-    for name in _added_submodules(module):
+    before: OriginalModule = module.__dict__[_BEFORE]
+    weights.dequantize(module, before.quantized)
+    for name in _added(module, before):
         del module._modules[name]
-    before: OriginalModule = module.__dict__.pop(_BEFORE)
+    del module.__dict__[_BEFORE]
     if before.new_class is not None:
         module.__class__ = before.old_class
     for name in before.added:

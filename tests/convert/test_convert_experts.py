@@ -244,6 +244,8 @@ def test_quantized_weights(make: Callable[[], Any], recipe: Any) -> None:
     for name, child in (("gate_up_proj", "gate_up_linear"), ("down_proj", "down_linear")):
         stacked = torch.stack([mine[f"{child}.{i}.weight"] for i in range(E)])
         assert torch.equal(stacked.mT if experts.is_transposed else stacked, theirs[name])
+    experts_only(model, recipe)
+    assert dict(model.named_modules()).keys() == dict(twin.named_modules()).keys()
     revert(model), revert(twin)
     assert [(name, p.shape) for name, p in model.named_parameters()] == keys
     assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
