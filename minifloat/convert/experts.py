@@ -141,25 +141,18 @@ def _computes(linear: ExpertLinear) -> bool:
     return calibrates or recipe_in_force(linear) is not None
 
 
-MOST_CLASSES = 64  # of experts that a program defines anew for each model must not fill the memory
-
-
 class _ExpertsType(type):
     """The type of the classes that :func:`_grouped` makes, by which they are pickled."""
 
 
-@lru_cache(MOST_CLASSES)
+@lru_cache(64)  # classes of experts that a program defines anew for each model must not fill the memory
 def _grouped(old: Any) -> Any:
     """Makes the class that experts of class ``old`` get: a subclass, which keeps its gate."""
     members = {"__module__": __name__, "__doc__": _GroupedExperts.__doc__}
     return _ExpertsType(f"Grouped{old.__name__}", (_GroupedExperts, old), members)
 
 
-def _reduce(made: Any) -> tuple[Any, ...]:
-    return _grouped, (made.__bases__[1],)
-
-
-copyreg.pickle(_ExpertsType, _reduce)
+copyreg.pickle(_ExpertsType, lambda made: (_grouped, (made.__bases__[1],)))
 
 
 # ---- which modules are experts ----

@@ -74,22 +74,16 @@ class LayoutSpec(NamedTuple):
         return method | {"config_groups": {"group_0": group}, "ignore": ignore}
 
 
-def _compressed(
-    spec: str, name: str, weights: dict[str, Any], inputs: dict[str, Any] | None, codes: str = ""
-) -> LayoutSpec:
-    return LayoutSpec(parse(spec), (codes, "_scale"), (name, weights, inputs))
-
-
 _FLOAT, _TENSOR, _CHANNEL, _TOKEN = "float-quantized", *({"strategy": each} for each in ("tensor", "channel", "token"))
 _TILES, _STRIPS = {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}
 _MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _NV = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 LAYOUTS: dict[WeightLayout, LayoutSpec] = {
     "fp8-block": LayoutSpec(parse("e4m3/128x128/pow2"), ("", "_scale_inv")),
-    "fp8-tensor": _compressed("e4m3/tensor/fp32", _FLOAT, _TENSOR, _TENSOR),
-    "fp8-channel": _compressed("e4m3/row/fp32", _FLOAT, _CHANNEL, _TOKEN),
-    "fp8-block-compressed": _compressed("e4m3/128x128/pow2", _FLOAT, _TILES, _STRIPS),
-    "mxfp8": _compressed("e4m3/1x32/e8m0", "mxfp8-quantized", _MX, _MX),
-    "nvfp4": _compressed("e2m1/1x16/two_level", "nvfp4-pack-quantized", _NV, None, "_packed"),
+    "fp8-tensor": LayoutSpec(parse("e4m3/tensor/fp32"), scheme=(_FLOAT, _TENSOR, _TENSOR)),
+    "fp8-channel": LayoutSpec(parse("e4m3/row/fp32"), scheme=(_FLOAT, _CHANNEL, _TOKEN)),
+    "fp8-block-compressed": LayoutSpec(parse("e4m3/128x128/pow2"), scheme=(_FLOAT, _TILES, _STRIPS)),
+    "mxfp8": LayoutSpec(parse("e4m3/1x32/e8m0"), scheme=("mxfp8-quantized", _MX, _MX)),
+    "nvfp4": LayoutSpec(parse("e2m1/1x16/two_level"), ("_packed", "_scale"), ("nvfp4-pack-quantized", _NV, None)),
     "mxfp4": LayoutSpec(parse("e2m1/1x32/e8m0"), ("_blocks", "_scales")),
 }

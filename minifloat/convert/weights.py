@@ -28,11 +28,6 @@ from minifloat.recipe import OwnRecipe, Recipe
 from minifloat.tensor import QuantizedTensor
 
 
-def wanted(quantize_weights: bool | None) -> bool:
-    """Whether weights are to be quantized; None: as those of modules that are made now."""
-    return parameter_init() is not None if quantize_weights is None else quantize_weights
-
-
 def formats(
     model: nn.Module, layers: Iterable[tuple[Named, OwnRecipe]], quantize_weights: bool | None
 ) -> dict[Named, ParameterInit]:
@@ -44,7 +39,7 @@ def formats(
         ValueError: a layer has no recipe whose format could be kept; something holds on to the parameters already.
     """
     init = parameter_init()
-    if not wanted(quantize_weights):
+    if quantize_weights is False or (quantize_weights is None and init is None):
         return {}
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
@@ -53,9 +48,7 @@ def formats(
         )
     found = {}
     for named, recipe in layers:
-        own = init
-        if own is None and isinstance(recipe, Recipe):
-            own = ParameterInit(recipe, False)
+        own = init or (ParameterInit(recipe, False) if isinstance(recipe, Recipe) else None)
         if own is None:
             raise ValueError(
                 f"convert: quantize_weights=True needs a format for the weight of {named.names[0]!r}, which takes its "
@@ -94,14 +87,14 @@ def obstacles(modules: Sequence[Named], layers: Iterable[LinearState]) -> dict[L
 
 def quantize(layer: LinearState, init: ParameterInit) -> tuple[str, ...]:
     """Replaces the weights of ``layer`` by quantized parameters, and says which."""
-    before = {name: layer._weight(name) for name in layer._weight_names}
+    before = _weights(layer)
     if not any(isinstance(weight, QuantizedTensor) for weight in before.values()):
         quantized_parameters.quantize_weights(layer, init)
         if isinstance(layer, GroupedLinear):
             layer._join_weights()
         layer._mark_parameters()
         layer.invalidate()
-    kept = {name: layer._weight(name) for name in layer._weight_names}  # of all experts in one parameter other ones
+    kept = _weights(layer)  # of all experts in one parameter other ones
     return tuple(name for name, weight in before.items() if kept.get(name) is not weight)
 
 
