@@ -16,13 +16,17 @@ from minifloat.ops import matmul
 from minifloat.ops.tape import taping
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+_is_batch, _is_older_batch = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Calls ``function.apply(*args)``; eager code skips ten Python calls that ``torch.func`` needs."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_dynamo_compiling():
         return function.apply(*args)
+    if torch._C._are_functorch_transforms_active():
+        way_out = "use torch.autograd.grad and a batch dim of X"
+        raise RuntimeError(f"{function.__name__}: torch.func's grad, vjp, jvp and vmap do not see into it; {way_out}")
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -60,9 +64,16 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *gradients)
-        return differentiated(ctx, *[_with_gradient(dy) for dy in gradients])
+        try:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *gradients)
+            return differentiated(ctx, *[_with_gradient(dy) for dy in gradients])
+        except RuntimeError as error:
+            if not any(isinstance(dy, Tensor) and (_is_batch(dy) or _is_older_batch(dy)) for dy in gradients):
+                raise
+            way_out = "call torch.autograd.grad for each, as jacobian(vectorize=False) does"
+            cannot = f"{type(ctx).__name__}: vmap cannot run this for several gradients at once; {way_out} ({error})"
+            raise RuntimeError(cannot) from error
 
     return run
 

@@ -62,6 +62,35 @@ def test_vmap_is_refused(make: Callable[[], nn.Module]) -> None:
         torch.func.vmap(partial(call, make()))(torch.randn(1, 6, 16))
 
 
+@pytest.mark.parametrize("transform", ["vmap", "jacrev", "jacfwd"])
+def test_transforms_of_norms_are_refused(transform: str) -> None:
+    """Which no recipe quantizes: the error names what it is that they do not see into."""
+    with pytest.raises(
+        RuntimeError, match=r"^\w+Function: torch\.func.* do not see into it; use torch\.autograd\.grad"
+    ):
+        getattr(torch.func, transform)(LayerNorm(16))(torch.randn(6, 16))
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_many_gradients_at_once_are_refused(make: Callable[[], nn.Module], recipe: str) -> None:
+    """The error of a cast that PyTorch cannot batch names the backward and a way out."""
+    module, x = make(), torch.randn(6, 16)
+    match = r"^(Linear|LayerNorm)\w*Backward: vmap.*vectorize=False"
+    with pytest.raises(RuntimeError, match=match):
+        torch.autograd.functional.jacobian(partial(call, module, recipe=recipe), x, vectorize=True)
+    y = call(module, x.requires_grad_(), "nvfp4")
+    with pytest.raises(RuntimeError, match=match):
+        torch.vmap(partial(torch.autograd.grad, y, x))(torch.randn(3, *y.shape))
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_jacobian_of_what_is_not_cast(vectorize: bool) -> None:
+    norm, x = LayerNorm(4), torch.randn(3, 4)
+    found = torch.autograd.functional.jacobian(norm, x, vectorize=vectorize)
+    torch.testing.assert_close(found, torch.autograd.functional.jacobian(nn.LayerNorm(4), x))
+
+
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("run", [lambda function: function, compiled], ids=["eager", "compiled"])
 def test_func_grad_is_refused(run: Callable[..., Any]) -> None:
