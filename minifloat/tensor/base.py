@@ -375,16 +375,10 @@ def assign_all(
     missing = [i for i, operands in enumerate(ready) if operands is None]
     values = [s._values() if isinstance(s, CodedTensor) else s.detach() for s in (sources[i] for i in missing)]
     written = [targets[i] for i in missing]
-    fresh = iter(
-        cast(
-            [target._as_matrix(value) for target, value in zip(written, values, strict=True)],
-            [target.quantizer for target in written],
-            [target.scale for target in written],
-            [target.amax_group for target in written],
-            [None if amaxes is None else amaxes[i] for i in missing],
-            noop_flag,
-        )
-    )
+    xs = [target._as_matrix(value) for target, value in zip(written, values, strict=True)]
+    scales, groups = [target.scale for target in written], [target.amax_group for target in written]
+    known = [None if amaxes is None else amaxes[i] for i in missing]
+    fresh = iter(cast(xs, [target.quantizer for target in written], scales, groups, known, noop_flag))
     for (target, source), operands in zip(pairs, ready, strict=True):
         target._store(next(fresh) if operands is None else operands, noop_flag)
         target.source_version = version_of(source) if noop_flag is None else None  # the device knows whether

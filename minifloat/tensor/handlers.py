@@ -78,10 +78,10 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype == t.dtype or (dtype in DTYPES and isinstance(t, torch.nn.Parameter))
     ):
         return on_values(func, args, kwargs)
-    device, blocking = kwargs.get("device") or t.device, not kwargs.get("non_blocking", False)
+    device, non_blocking = kwargs.get("device") or t.device, kwargs.get("non_blocking", False)
 
     def move(buffer: Tensor) -> Tensor:
-        moved = buffer.to(device, non_blocking=not blocking, copy=True)
+        moved = buffer.to(device, non_blocking=non_blocking, copy=True)
         return moved.pin_memory() if kwargs.get("pin_memory") else moved
 
     def convert(o: Operand) -> Operand:
@@ -252,20 +252,9 @@ def wrap_traced(
         group: the name of the ranks that it reduces its amax over.
     """
     allow_in_graph()
-    usage = (quantizer.rowwise, quantizer.columnwise, quantizer.columnwise_source)
-    column = None if quantizer.column_format is None else quantizer.column_format.spec
-    shared = operands.rowwise is operands.columnwise
-    layouts: list[tuple[Any, ...]] = []
-    inner: list[tuple[str, Tensor | None]] = []
-    for slot, operand in (("rowwise", operands.rowwise), ("columnwise", None if shared else operands.columnwise)):
-        if operand is not None:
-            layouts.append((slot, operand.format.spec, operand.dim, None, values.dtype))
-            parts = (("codes", operand.codes), ("scale_inv", operand.scale_inv), ("amax", operand.amax))
-            inner += [(f"{slot}_{name}", part) for name, part in parts]
-    held = [(name, tensor) for name, tensor in (*inner, ("scale", scale)) if tensor is not None]
-    names = tuple([name for name, _ in held])
-    description = (quantizer.row_format.spec, column, *usage), tuple(layouts), shared, names, group
-    return _wrapped(values, description, label, *[tensor for _, tensor in held])
+    description = operand_ops.describe(quantizer, operands, operands.any.shape)
+    named = operand_ops.buffers(operands) | ({} if scale is None else {"scale": scale})
+    return _wrapped(values, (*description, tuple(named), group), label, *named.values())
 
 
 def quantize_traced(
@@ -278,8 +267,7 @@ def quantize_traced(
         (amaxes,) = reduce_amaxes(find_amaxes([matrix], [quantizer]), [quantizer], group)
     operands = cast_all([matrix], [quantizer], None if amaxes is None else [amaxes], scales=[scale])[0]
     if not quantizer.quantized:  # whose codes are the values
-        row, column = (None if o is None else o._replace(codes=o.codes.clone()) for o in operands)
-        operands = Quantized(row, row if operands.rowwise is operands.columnwise else column)
+        operands = operand_ops.each(operands, lambda o: o._replace(codes=o.codes.clone()))
     return wrap_traced(values, operands, quantizer, scale, "quantize", None if amax_group is None else group.name)
 
 
@@ -293,10 +281,8 @@ def reuse_traced(x: QuantizedTensor, quantizer: Quantizer) -> Quantized | None:
     for slot, spec, dim, names in held:
         for fmt in (quantizer.row_format, quantizer.format(COLUMNWISE)):
             if fmt.spec == spec and found[slot] is None:
-                scale_inv, amax = (
-                    getattr(x, f"{slot}_{name}") if name in names else None for name in ("scale_inv", "amax")
-                )
-                found[slot] = Operand(getattr(x, f"{slot}_codes"), scale_inv, amax, fmt, dim, shape, x.dtype)
+                own = {name: getattr(x, f"{slot}_{name}") for name in names}
+                found[slot] = Operand(own["codes"], own.get("scale_inv"), own.get("amax"), fmt, dim, shape, x.dtype)
     operands = Quantized(found["rowwise"], found["rowwise"] if shared else found["columnwise"])
     for dim, wanted in ((ROWWISE, quantizer.rowwise), (COLUMNWISE, quantizer.columnwise)):
         fits = [o for o in operands if o is not None and o.serves(dim) and o.format.spec == quantizer.format(dim).spec]

@@ -318,8 +318,7 @@ class QuantizedTensor(CodedTensor):
         quantizer, operands = operand_ops.restore(description, inner, matrix_shape(outer_size))
         # AOTAutograd of PyTorch 2.11 gives wrong strides where they depend on a number of rows.
         self = QuantizedTensor(operands, quantizer, outer_size, dtype, None if contiguous else outer_stride)
-        self.scale = inner.get("scale")
-        self._group = group
+        self.scale, self._group = inner.get("scale"), group
         if label and type(operands.any.codes) is not Tensor:  # still in a graph
             (self.made_by,) = label
         return self
@@ -365,11 +364,7 @@ class QuantizedTensor(CodedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: torch.nn.Module, mp_policy: Any
     ) -> Any:
-        """Refuses PyTorch's own FSDP2: it would gather values, and of some formats lose rows.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuses PyTorch's own FSDP2: it would gather values, and of some formats lose rows."""
         raise ValueError(
             f"{label_of(module)}: PyTorch's own fully_shard does not keep quantized "
             "parameters; give its module to minifloat.distributed.fully_shard"

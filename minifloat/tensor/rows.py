@@ -45,14 +45,9 @@ class SavedRows(QuantizedTensor):
         if part is None:
             raise self._refusal()  # the checkpoint has other ranges of rows than whole blocks
         rows, cols = self._operands.any.shape
-        out = SavedRows.of(
-            self.source,
-            part._operands,
-            part.shape,
-            part.stride(),
-            first=self.first + (view.storage_offset() // cols if cols else 0),
-            whole=self.whole and part._operands.any.shape[0] == rows,
-        )
+        first = self.first + (view.storage_offset() // cols if cols else 0)
+        whole = self.whole and part._operands.any.shape[0] == rows
+        out = SavedRows.of(self.source, part._operands, part.shape, part.stride(), first=first, whole=whole)
         out._wholes = part._wholes
         return out
 
