@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,26 +61,24 @@ class _WatchedCasts(RoleCasts):
 
     needs_values = True
 
-    def __init__(self, casts: RoleCasts, device: str, spec: Spec) -> None:
+    def __init__(self, casts: RoleCasts, device: str, seen: Callable[[str, Tensor, Quantized], None]) -> None:
         super().__init__(casts.quantizers, casts.kinds, device)
-        self.made_by, self.spec = RoleCasts(casts.quantizers, casts.kinds, device), spec
+        self.made_by, self.seen = RoleCasts(casts.quantizers, casts.kinds, device), seen
         self.casts = None  # or exchanges would call them past this object
 
     def __call__(self, xs: Sequence[Tensor], *args: Any, **options: Any) -> list[Quantized]:
         made = self.made_by(xs, *args, **options)
         for kind, x, quantized in zip(self.kinds, xs, made, strict=True):
-            if self.spec.seen is not None:
-                self.spec.seen(kind, x, quantized)
+            self.seen(kind, x, quantized)
         return made
 
     def like(self, quantizer: Quantizer, gemm_ready_on: str) -> RoleCasts:
-        return _WatchedCasts(self.made_by.like(quantizer, gemm_ready_on), gemm_ready_on, self.spec)
+        return _WatchedCasts(self.made_by.like(quantizer, gemm_ready_on), gemm_ready_on, self.seen)
 
     def of_groups(self, x: Tensor, offsets: Tensor, *args: Any, **known: Any) -> Quantized:
         made = self.made_by.of_groups(x, offsets, *args, **known)
-        if self.spec.seen is not None:
-            rows = known.get("rows")
-            self.spec.seen(self.kinds[0], x if rows is None else x.index_select(0, rows), made)
+        rows = known.get("rows")
+        self.seen(self.kinds[0], x if rows is None else x.index_select(0, rows), made)
         return made
 
 
@@ -110,7 +108,7 @@ class Inspection:
         """Counts the steps, and fetches what the last one measured: its backward is over."""
         if torch.compiler.is_compiling() or recompute.recomputes():
             return
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        capturing = recompute.capturing()
         training = model.training and torch.is_grad_enabled() and not capturing
         if training:
             self.step, self._earlier = self.step + 1, self._order
@@ -137,9 +135,8 @@ class Inspection:
             self._observe(step, label, kind, x, made)
 
         # Nothing is replayed, and no operand is left as values.
-        watched = replace(spec, forward=None, backward=None, emit_bf16=(), seen=seen)
-        casts = LinearCasts(*(_WatchedCasts(each, spec.options.device, watched) for each in spec.casts))
-        return replace(watched, casts=casts)
+        casts = LinearCasts(*(_WatchedCasts(each, spec.options.device, seen) for each in spec.casts))
+        return replace(spec, forward=None, backward=None, emit_bf16=(), seen=seen, casts=casts)
 
     def see_rows(self, layer: nn.Module, rows: Tensor, part: Quantized) -> None:
         """Measures the cast of this rank's ``rows`` of a sharded weight."""
