@@ -328,15 +328,12 @@ def _name(recipe: Recipe | None) -> str:
 
 
 def refuse_compiled(layer: Layer, scaled: bool = True) -> None:
-    """Refuses a linear with delayed scaling that is compiled inside of a checkpoint.
+    """Raises a RuntimeError in a linear with delayed scaling that is compiled inside of a checkpoint, also PyTorch's.
+
+    With ``fullgraph=True`` the caller sees it, else the compiler runs the code uncompiled. Compiled code guards
+    ``_inside``: what was compiled before :func:`checkpoint` is around it is recompiled there.
 
     ``scaled``: in this call too; else it has been before, and no recipe is in force: in a recomputation, no longer.
-
-    Compiled code guards ``_inside``: what was compiled before :func:`checkpoint` is around it is recompiled there.
-
-    Raises:
-        RuntimeError: it is inside of a checkpoint, :func:`checkpoint` or PyTorch's own. With ``fullgraph=True`` the
-            caller sees it, else the compiler runs the code uncompiled.
     """
     if torch.compiler.is_dynamo_compiling() and warns_of_compiled(_inside if scaled else None):  # not in an export
         raise RuntimeError(
@@ -350,10 +347,12 @@ def warns_of_compiled(inside: bool | None) -> bool:
 
     ``inside``: None: only where it is being recomputed.
     """
-    if not (_traces_recomputation() if inside is None else inside or _traces_checkpoint()):
-        return False
-    _warn()
-    return True
+    around = _graph_task() != -1 and torch.is_grad_enabled()  # it runs inside of a backward, and has gradients
+    if inside is not None:
+        around = around or inside or _traces_inside() or bool(_local.regions) or _in_checkpoint()
+    if around:
+        _warn()
+    return around
 
 
 @cache
@@ -367,16 +366,6 @@ def _warn() -> None:
 
 
 warns_of_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
-
-
-def _traces_recomputation() -> bool:
-    """Whether what is traced runs inside of a backward, and has gradients."""
-    return _graph_task() != -1 and torch.is_grad_enabled()
-
-
-def _traces_checkpoint() -> bool:
-    """Whether a compiler traces the inside of a checkpoint, or a checkpoint runs what it traces."""
-    return _traces_recomputation() or _traces_inside() or bool(_local.regions) or _in_checkpoint()
 
 
 def _traces_inside() -> bool:
