@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -63,9 +64,7 @@ class MasterWeights(torch.optim.Optimizer):
     ) -> None:
         self._with_remainder = master == "bf16+remainder"
         self._masters: dict[Tensor, Master] = {}
-        self._make_inner: Callable[..., torch.optim.Optimizer] | None = lambda groups: optimizer_class(
-            groups, **options
-        )
+        self._make_inner: Callable[..., torch.optim.Optimizer] | None = partial(optimizer_class, **options)
         super().__init__(params, {})
         self.defaults = dict(self.inner.defaults)
 
@@ -230,15 +229,14 @@ class MasterWeights(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         saved = self._by_parameter(state_dict)
-        groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
+        saved_groups = state_dict["param_groups"]
+        groups = [{k: v for k, v in group.items() if k != "param_names"} for group in saved_groups]
         states = {
             i: {k: v for k, v in entries.items() if k not in KEYS} if isinstance(entries, dict) else entries
             for i, entries in state_dict["state"].items()
         }
         self.inner.load_state_dict({"state": states, "param_groups": groups})
-        for outer, inner, group in zip(
-            self.param_groups, self.inner.param_groups, state_dict["param_groups"], strict=True
-        ):
+        for outer, inner, group in zip(self.param_groups, self.inner.param_groups, saved_groups, strict=True):
             outer.update(_options(inner))
             if "param_names" in group:
                 outer["param_names"] = group["param_names"]
