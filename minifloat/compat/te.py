@@ -55,14 +55,11 @@ def _ours(owner: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Port(type):
-    """Class of the modules here, of which minifloat's own are instances."""
+    """Class of the modules here, of which minifloat's own are instances, as they are not of a user's subclasses."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, cls.__base__) if _is_port(cls) else super().__instancecheck__(instance)  # type: ignore[arg-type]
-
-
-def _is_port(cls: type) -> bool:
-    return cls.__module__ == __name__  # no subclass of a user's
+        ported = cls.__module__ == __name__
+        return isinstance(instance, cls.__base__) if ported else super().__instancecheck__(instance)  # type: ignore[arg-type]
 
 
 def _ported(layer: type[M], positional: int) -> type[M]:
@@ -77,7 +74,7 @@ def _ported(layer: type[M], positional: int) -> type[M]:
             raise TypeError(f"{label}: {len(args)} arguments without a name; give those after {positional} by keyword")
         place = {"device": "cuda"} if has_place and torch.cuda.is_available() else {}
         layer.__init__(self, *args, **place | _ours(label, options))
-        if _is_port(type(self)):
+        if type(self).__module__ == __name__:
             self.__class__ = layer
 
     members = {"__init__": init, "__doc__": layer.__doc__, "__module__": __name__}
@@ -193,7 +190,6 @@ is_mxfp8_available = _available("mxfp8")
 is_fp8_block_scaling_available = _available("block")
 is_nvfp4_available = _available("nvfp4")
 
-_OPERANDS = "use minifloat.Quantizer and the minifloat.Quantized of two operands that it makes"
 _GROUPS: dict[str, str] = {
     "Fp8Padding Fp8Unpadding": "leave it out, groups of any size are multiplied",
     "initialize_ub destroy_ub UserBufferQuantizationMode": "leave it out, gathers run beside products without it",
@@ -217,12 +213,13 @@ _GROUPS: dict[str, str] = {
     "DType": "use a minifloat.Format",
     "newton_schulz newton_schulz_tp CusolverMpCtx": "use torch.optim.Muon",
     "Float8Quantizer Float8CurrentScalingQuantizer MXFP8Quantizer Float8BlockQuantizer NVFP4Quantizer HybridQuantizer "
-    "IdentityQuantizer": _OPERANDS,
+    "IdentityQuantizer QuantizedTensorStorage Float8TensorStorage MXFP8TensorStorage Float8BlockwiseQTensorStorage "
+    "NVFP4TensorStorage HybridQuantizedTensorStorage IdentityTensorStorage": (
+        "use minifloat.Quantizer and the minifloat.Quantized of two operands that it makes"
+    ),
     "Float8Tensor MXFP8Tensor Float8BlockwiseQTensor NVFP4Tensor HybridQuantizedTensor IdentityTensor": (
         "use minifloat.QuantizedTensor, which has every format"
     ),
-    "QuantizedTensorStorage Float8TensorStorage MXFP8TensorStorage Float8BlockwiseQTensorStorage NVFP4TensorStorage "
-    "HybridQuantizedTensorStorage IdentityTensorStorage": _OPERANDS,
     "prepare_for_saving restore_from_saved restore_from_func_ctx": "use minifloat.Operand, whose tensors are ordinary",
     "GatedDeltaNetAttention FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant": "build it of minifloat.Linear",
     "attention module transformer distributed tensor constants cpp_extensions": (
