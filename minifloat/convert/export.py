@@ -74,7 +74,6 @@ def export(
         program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict, **options)
         _check_contexts(program.graph_module)
         _cast_weights(program)
-        _check_plain(program)
         _copy_tensors(program)
     return program
 
@@ -123,15 +122,6 @@ def _check_contexts(root: fx.GraphModule) -> None:
                 )
 
 
-def _check_plain(program: ExportedProgram) -> None:
-    for name, tensor in program.state_dict.items():
-        if isinstance(tensor, QuantizedTensor):
-            raise ValueError(
-                f"export: {name} is quantized, and something other than its layer reads it, which a program of plain "
-                "tensors cannot; read its dequantize(), or keep it in high precision"
-            )
-
-
 # ---- casting weights ahead ----
 
 
@@ -156,7 +146,8 @@ def _cast_weights(program: ExportedProgram) -> None:
             continue  # another view of what is a buffer by now
         name, key = _name(node, names), _expression(node)
         if name != latest:  # the results for one weight may be those of one cast
-            latest, values = name, {node: _held(program, held) for node, held in names.items()}
+            tensors = program.constants | program.state_dict
+            latest, values = name, {node: tensors[held] for node, held in names.items()}
         if key not in buffers:
             buffers[key] = _add_buffer(program, f"{name}_{what}", _value(node, values), node)
         node.replace_all_uses_with(buffers[key], delete_user_cb=lambda user: user not in ahead)
@@ -187,16 +178,11 @@ def _held_by_name(program: ExportedProgram) -> dict[fx.Node, str]:
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
     """Finds what some operation writes to, in place, and what that is a view of."""
-    found: set[fx.Node] = set()
-    pending: list[Any] = []
-    for node in graph.nodes:
-        pending += _aliased(node, written=True)
-    while pending:
-        node = pending.pop()
+    found: set[Any] = set()
+    for node in reversed(graph.nodes):  # what is a view comes after what it is a view of
+        found.update(_aliased(node, written=True))
         if node in found:
-            continue
-        found.add(node)
-        pending += node.args[:1] if node.target is operator.getitem else _aliased(node)
+            found.update(node.args[:1] if node.target is operator.getitem else _aliased(node))
     return found
 
 
@@ -267,12 +253,6 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return values[node]
 
 
-def _held(program: ExportedProgram, name: str) -> Tensor:
-    """Returns the parameter, buffer or constant of that name."""
-    held: Mapping[str, Any] = program.state_dict if name in program.state_dict else program.constants
-    return held[name]
-
-
 def _name(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     """Names the parameter that ``node`` is computed of: of several, as of experts, their common path."""
     sources: set[str] = set()
@@ -309,10 +289,9 @@ def _add_buffer(program: ExportedProgram, name: str, value: Tensor, like: fx.Nod
 def _drop_unread(program: ExportedProgram, names: Mapping[fx.Node, str]) -> None:
     """Removes parameters, buffers and constants that nothing reads."""
     specs = program.graph_signature.input_specs
-    unread = {node.name for node in names if not node.users}
-    for node in list(names):
-        if node.name in unread:
-            program.graph.erase_node(node)
+    unread = {node.name: node for node in names if not node.users}
+    for node in unread.values():
+        program.graph.erase_node(node)
     specs[:] = [spec for spec in specs if spec.arg.name not in unread]
     targets = {spec.target for spec in specs}
     for held in (program.state_dict, program.constants):
@@ -321,13 +300,20 @@ def _drop_unread(program: ExportedProgram, names: Mapping[fx.Node, str]) -> None
 
 
 def _copy_tensors(program: ExportedProgram) -> None:
-    """Gives the program tensors of its own, without gradients: codes would not follow what the model becomes."""
+    """Gives the program tensors of its own, without gradients: codes would not follow what the model becomes.
+
+    Raises ValueError where they are not plain.
+    """
     copies: dict[int, Tensor] = {}
     for held in (program.state_dict, program.constants):
         for name, tensor in held.items():
-            if isinstance(tensor, Tensor):
-                if id(tensor) not in copies:
-                    copy = tensor.detach().clone()
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    copies[id(tensor)] = nn.Parameter(copy, requires_grad=False) if is_parameter else copy
-                held[name] = copies[id(tensor)]
+            if isinstance(tensor, QuantizedTensor):
+                raise ValueError(
+                    f"export: {name} is quantized, and something other than its layer reads it, which a program of "
+                    "plain tensors cannot; read its dequantize(), or keep it in high precision"
+                )
+            if isinstance(tensor, Tensor) and id(tensor) not in copies:
+                copy = tensor.detach().clone()
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copies[id(tensor)] = nn.Parameter(copy, requires_grad=False) if is_parameter else copy
+            held[name] = copies.get(id(tensor), tensor)
