@@ -131,13 +131,12 @@ def _write_config(model: nn.Module, folder: Path, quantization: dict[str, Any]) 
 def _read_back(weights: _Weights, folder: Path) -> None:
     """Raises ValueError where Transformers finds other names or shapes in the files of its models than it expects."""
     model: Any = weights.model
-    found: dict[str, Tensor] = weights.written
     if not weights.files.known:
         return
-    config = type(model.config).from_pretrained(folder)
+    config, found = type(model.config).from_pretrained(folder), weights.others | weights.codes
     if weights.layout in ("mxfp8", "nvfp4", "fp8-block-compressed") and any(w.stacked for w in weights.weights):
         del config.quantization_config  # Transformers reads no experts in these: what they are without
-        found = {name: found[name] for name in found.keys() - weights.quantized} | weights.shapes
+        found = weights.others | weights.shapes
     try:
         _, told = type(model).from_pretrained(
             None, config=config, state_dict=found, dtype=model.dtype, device_map={"": "meta"}, output_loading_info=True
@@ -212,8 +211,8 @@ class _Weights:
         self.levels: dict[str, Tensor] = {}  # amaxes that fused linears are to share
         self.entries: dict[str, _Weight | dict[str, Tensor]] = {}  # by what transformers makes of them together
         self.shapes: dict[str, Tensor] = {}  # of weights in files, on meta
-        self.written: dict[str, Tensor] = {}  # so far, on meta
-        self.quantized: set[str] = set()  # the names of what is written of weights
+        self.codes: dict[str, Tensor] = {}  # and scales, written so far, on meta
+        self.others: dict[str, Tensor] = {}  # likewise
         wrappers = nn.DataParallel, DistributedDataParallel, AveragedModel
         while isinstance(model, wrappers) or "_orig_mod" in model._modules:
             model = model._modules.get("_orig_mod") or model.module  # type: ignore[assignment]
@@ -247,9 +246,8 @@ class _Weights:
                 self._add(module.experts, f"{prefix.rpartition('.')[0]}.{module.parameter}", each, (module, 0))
             if isinstance(module, (AmaxHistory, ExpertLinear)):
                 continue
-            held = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-            for name, tensor in (module._parameters | held).items():
-                if tensor is None:
+            for name, tensor in (module._parameters | module._buffers).items():
+                if tensor is None or name in module._non_persistent_buffers_set:
                     continue
                 owner = owners.get(id(tensor))
                 if owner is not None and not isinstance(tensor, QuantizedTensor) and _config(owner[0]) is None:
@@ -286,28 +284,29 @@ class _Weights:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Iterates over names and tensors."""
         for entry in self.entries.values():
+            written = self.codes if isinstance(entry, _Weight) else self.others
             for name, tensor in self._written(entry) if isinstance(entry, _Weight) else self.files(entry).items():
-                self.written[name] = tensor.to("meta")
+                written[name] = tensor.to("meta")
                 yield name, tensor.contiguous()
 
     def _add(
         self, module: nn.Module, full: str, tensor: Tensor | tuple[Tensor, ...], owner: tuple[LinearState, int] | None
     ) -> None:
         """Adds a parameter or buffer, or those of experts: as a weight where its layer, ``owner``, is quantized."""
-        separate = tuple(each.detach() for each in tensor) if isinstance(tensor, tuple) else ()
-        tensor = tensor[0] if isinstance(tensor, tuple) else tensor
-        if is_dtensor(tensor):
+        separate = isinstance(tensor, tuple)
+        matrices = tuple(each.detach() for each in (tensor if isinstance(tensor, tuple) else (tensor,)))
+        if is_dtensor(matrices[0]):
             raise ValueError(
                 f"export_weights: {full} is sharded over ranks; load minifloat.distributed.full_state_dict(model) into "
                 "a model that is not, and export that"
             )
-        values, (base, _, name) = tensor.detach(), full.rpartition(".")
-        experts = bool(separate) or (values.dim() == 3 and are_experts(module))
+        values, (base, _, name) = matrices[0], full.rpartition(".")
+        experts = separate or (values.dim() == 3 and are_experts(module))
         stacked = experts and owner is not None
-        parts = [(full, separate or (values,), owner[1] if owner and not stacked else 0)]
         if stacked and not separate:
-            parts = [(full, tuple(values.mT if getattr(module, "is_transposed", False) else values), 0)]
-        elif owner is not None and not stacked and values.dim() == 3:  # of this library, with a number each
+            matrices = tuple(values.mT if getattr(module, "is_transposed", False) else values)
+        parts = [(full, matrices, owner[1] if owner else 0)]
+        if owner is not None and not stacked and values.dim() == 3:  # of this library, with a number each
             parts = [(f"{base}.{e}.{name}", (own,), e) for e, own in enumerate(values)]
         for full, own, group in parts:
             shape = (len(own), *own[0].shape) if stacked else own[0].shape
@@ -390,7 +389,6 @@ class _Weights:
             whole = whole.unflatten(-1, (-1, BLOCK // 2)) if ending == "_blocks" else whole
             for name, tensor in self.files({weight.full: whole}).items():
                 name = name.removesuffix("weight") + ending if ending == "input_scale" else name + ending
-                self.quantized.add(name)
                 yield name, tensor.flatten()[0].clone().view(1) if single else tensor
 
     def _operand(self, weight: _Weight, place: int) -> Operand:
