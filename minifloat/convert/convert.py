@@ -106,7 +106,12 @@ def convert(
             replaced (gradients, hooks, a ``DistributedDataParallel`` around, no recipe that says which format); the
             model is then as if reverted, as it is if a custom recipe's factory gives a wrong answer.
     """
-    _refuse_sharded(model)
+    for names, module in select.named_modules(model):
+        if select.is_sharded_by_fsdp(module):
+            raise ValueError(
+                f"convert: {names[0] or 'the model'} was given to fully_shard already, which gathers weights in high "
+                "precision; convert the model before"
+            )
     chosen, read = own_recipe(recipe), select.read_rules(rules)
     kept = _converted_histories(model)
     revert(model)
@@ -132,15 +137,6 @@ def convert(
         reasons = [decision.reason for _, decision in decisions]
         warn(_nothing_converted(reasons), stacklevel=3)  # past the wrapper of ``checked``
     return _report(modules, decisions, others, _unused_rules(read, linears) + unquantized)
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    sharded = next((each for each in select.named_modules(model) if select.is_sharded_by_fsdp(each.module)), None)
-    if sharded is not None:
-        raise ValueError(
-            f"convert: {sharded.names[0] or 'the model'} was given to fully_shard already, which gathers weights in "
-            "high precision; convert the model before"
-        )
 
 
 def _quantize_weights(modules: Sequence[Named], inits: Mapping[Named, ParameterInit]) -> list[str]:
@@ -250,8 +246,7 @@ def _attach(linear: ExpertLinear, recipe: OwnRecipe, histories: Histories) -> No
 
 
 def _give_recipe(module: LinearState, recipe: OwnRecipe, histories: Histories) -> None:
-    plans = ("_recipe", "_configs")  # of delayed scaling they rely on histories
-    values = {key: module.__dict__[key] for key in plans}
+    values = {key: module.__dict__[key] for key in ("_recipe", "_configs")}  # plans, which rely on histories
     module.__dict__[_BEFORE] = OriginalModule(type(module), None, values, (), tuple(module._modules))
     module._modules.update(histories)
     module.recipe, module._configs = recipe, LinearConfigs()
@@ -305,20 +300,15 @@ def _report(
         else:
             kind = type(holder) if before is None else before.old_class
             left_alone.append(LeftAlone(names, kind.__name__, shape, reason, num_experts))
-    for (names, module), reason in others:
-        left_alone.append(LeftAlone(names, type(module).__name__, None, reason))
+    left_alone += [LeftAlone(names, type(module).__name__, None, reason) for (names, module), reason in others]
     layers = [named.module for named, decision in decisions if decision.reason is None]
     linears = [named.module for named, _ in decisions]  # with new modules, of quantized experts
     everything = _count_elements([*linears, *(named.module for named in modules)])
     fraction = _count_elements(layers) / everything if everything else 0.0
-    recipes = (
-        (each.names[0], "none" if why and not select.is_own(each.module) else own) for each, (own, why) in decisions
-    )
-    uneven = (select.pattern_of(tuple(group)) for group in select.merged(recipes) if len(set(group.values())) > 1)
+    recipes = ((n[0], "none" if why and not select.is_own(m) else own) for (n, m), (own, why) in decisions)
+    uneven = dict.fromkeys(select.pattern_of(tuple(g)) for g in select.merged(recipes) if len(set(g.values())) > 1)
     warnings = warnings + _fast_paths(modules, layers)
-    warnings += [
-        f"{each}: engines merge these, and export_weights refuses unequal recipes" for each in dict.fromkeys(uneven)
-    ]
+    warnings += [f"{each}: engines merge these, and export_weights refuses unequal recipes" for each in uneven]
     return ConversionReport(tuple(converted), tuple(left_alone), tuple(warnings), fraction)
 
 

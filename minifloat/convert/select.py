@@ -33,7 +33,6 @@ ends in that of the parameter, as ``experts.down_proj``.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
-
 # Linears of one input, which engines make one, as they make all experts of a block; quantized are all or none.
 _MERGED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa")
 
@@ -194,7 +193,7 @@ class DefaultFilter:
         linears = [named.module for named in linears_of(modules)]
         reason = f"a side below {smallest} is too small to gain"
         small = {identity(linear): reason for linear in linears if min(linear_shape(linear)) < smallest}
-        self._reasons = _outside_of_stacks(linears, _in_stacks(model)) | small | _tied(modules)
+        self._reasons = _outside_of_stacks(linears, _in_stacks(model)) | small | _tied(modules)  # by identity
         for group in merged((named.names[0], identity(named.module)) for named in linears_of(modules)):
             for name in [name for name, key in group.items() if key in self._reasons][:1]:
                 reason = f"engines merge it with {name.rpartition('.')[2]}: {self._reasons[group[name]]}"
@@ -208,11 +207,7 @@ class DefaultFilter:
         return self._reasons.get(identity(module))
 
 
-Reasons = dict[Any, str]
-"""Why linears are left alone, by their identity."""
-
-
-def _tied(modules: Iterable[Named]) -> Reasons:
+def _tied(modules: Iterable[Named]) -> dict[Any, str]:
     owners = {
         id(parameter): f"{named.names[0]} ({type(named.module).__name__})"
         for named in modules
@@ -237,7 +232,7 @@ def _in_stacks(model: nn.Module) -> set[nn.Module]:
     return inside
 
 
-def _outside_of_stacks(linears: list[nn.Module], in_stacks: set[nn.Module]) -> Reasons:
+def _outside_of_stacks(linears: list[nn.Module], in_stacks: set[nn.Module]) -> dict[Any, str]:
     holders = [module.experts if isinstance(module, ExpertLinear) else module for module in linears]
     places = [i for i, module in enumerate(holders) if module in in_stacks]
     keys = [identity(module) for module in linears]
@@ -310,10 +305,10 @@ class ConversionReport:
             f"converted {len(self.converted)} of {linears} linear layers, "
             f"with {100 * self.fraction:.1f} % of the model's parameters"
         ]
-        lines += _table((pattern_of(layer.names), _size(layer), _recipe_name(layer)) for layer in self.converted)
+        lines += _table((pattern_of(each.names), _size(each), _recipe_name(each)) for each in self.converted)
         if self.left_alone:
             lines.append("left alone")
-            lines += _table((pattern_of(layer.names), _size(layer), layer.reason) for layer in self.left_alone)
+            lines += _table((pattern_of(each.names), _size(each) or each.kind, each.reason) for each in self.left_alone)
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
@@ -323,10 +318,7 @@ def _recipe_name(layer: Converted) -> str:
 
 
 def _size(layer: Converted | LeftAlone) -> str:
-    """Shows the shape, or the class of what is not a linear."""
-    if layer.shape is None:
-        return layer.kind if isinstance(layer, LeftAlone) else ""
-    return " x ".join(str(size) for size in (layer.num_experts, *layer.shape) if size is not None)
+    return " x ".join(str(size) for size in (layer.num_experts, *(layer.shape or ())) if size is not None)
 
 
 def pattern_of(names: tuple[str, ...]) -> str:

@@ -206,9 +206,8 @@ def save_mxfp4(layer: Linear | GroupedLinear, layout: Layout = "gpt-oss") -> tup
             f"{layer._label}: {operands[0].shape[1]} columns; such checkpoints have whole blocks of {BLOCK}"
         )
     lead = (layer.num_gemms,) if isinstance(layer, GroupedLinear) else ()
-    codes = torch.cat([operand.codes for operand in operands])
-    scales = torch.cat([each.scale_inv for each in operands if each.scale_inv is not None])
-    codes, scales = (each.view(*lead, len(each) // math.prod(lead), -1) for each in (codes, scales))
+    codes = torch.cat([operand.codes for operand in operands]).unflatten(0, (*lead, -1))
+    scales = torch.cat([each.scale_inv for each in operands if each.scale_inv is not None]).unflatten(0, (*lead, -1))
     if layout == "gpt-oss":
         return codes.view(*scales.shape, BLOCK // 2), scales
     return codes.view(torch.int8), scales.view(torch.float8_e8m0fnu)
