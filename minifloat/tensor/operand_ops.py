@@ -85,10 +85,9 @@ def _cut(operand: Operand, begin: int, end: int) -> Operand:
 
 
 def left_out(operand: Operand, begin: int, end: int) -> tuple[Tensor, ...]:
-    """Lists the codes of other rows, if a scale spans them and rows ``begin`` to ``end``."""
-    if not shared_levels(operand):
-        return ()
-    return operand.codes[: _code_rows(operand, begin)], operand.codes[_code_rows(operand, end) :]
+    """Lists the codes of other rows, if there are any and a scale spans them and rows ``begin`` to ``end``."""
+    before, after = operand.codes[: _code_rows(operand, begin)], operand.codes[_code_rows(operand, end) :]
+    return tuple([codes for codes in (before, after) if codes.numel()]) if shared_levels(operand) else ()
 
 
 def _code_rows(operand: Operand, row: int) -> int:

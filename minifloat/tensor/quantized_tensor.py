@@ -12,6 +12,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -295,10 +296,8 @@ class QuantizedTensor(CodedTensor):
         if kept is None:
             return None
         part = self._like(kept, shape, stride)
-        part._outside = self._outside
-        for operand in operand_ops.distinct(self._operands).values():
-            left_out = operand_ops.left_out(operand, begin, end)
-            part._outside += tuple(codes for codes in left_out if codes.numel())
+        left_out = [operand_ops.left_out(o, begin, end) for o in operand_ops.distinct(self._operands).values()]
+        part._outside = (*self._outside, *chain.from_iterable(left_out))
         part._wholes = (*self._wholes, *operand_ops.buffers(self._operands).values())
         return part
 
