@@ -84,12 +84,10 @@ class autocast:  # noqa: N801 - the name that torch.autocast and Transformer Eng
         check_finite: bool = False,
         batch_invariant: bool = False,
     ) -> None:
-        self.enabled = enabled
-        self.calibrating = calibrating
+        self.enabled, self.calibrating = enabled, calibrating
         self.recipe: Recipe = first_equal(get_default_recipe() if recipe is None else as_recipe(recipe))
         self.amax_reduction_group = amax_reduction_group
-        self.check_finite = check_finite
-        self.batch_invariant = batch_invariant
+        self.check_finite, self.batch_invariant = check_finite, batch_invariant
         if batch_invariant:
             used.batch_invariant = True
         if not torch.compiler.is_compiling():
@@ -282,11 +280,9 @@ class DelayedCall:
         self.region = None if context is None else context.region
         self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
         self.shared = self.region is not None and self.group is not None and not compiling
-        self.first = True
         calls = None if self.region is None else self.region.calls
-        self.captured = calls is not None
+        self.captured, self.first = calls is not None, calls is None
         if calls is not None:  # in a CUDA graph's capture amaxes are recorded; each replay has calls for all else
-            self.first = False
             if records or backward:
                 calls.append(self)
             return

@@ -67,8 +67,7 @@ def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> 
     One of a single rank is a group, too: a module may be used under it and under a larger one.
 
     Raises:
-        ValueError: this is the forward of a ``DistributedDataParallel`` inside of its ``join()``, where ranks that have
-            no more data take part in DDP's collectives alone.
+        ValueError: of :func:`~minifloat.comm.dtensor_ddp.check_no_join`.
     """
     if not _AVAILABLE or not dist.is_initialized():
         return None
@@ -82,15 +81,11 @@ def reduction_group(recipe: DelayedScaling, group: dist.ProcessGroup | None) -> 
 
 
 def check_same_scale(layer: object, why: str, ranks: Group, recipe: DelayedScaling, group: Group | None) -> None:
-    """The ranks of a gathered tensor cast it with the same delayed scale.
+    """Raises a ValueError unless all of ``ranks``, which gather a tensor, cast it with the same delayed scale.
 
     Args:
         why: what ``layer`` gathers, as errors say it: ``"the weight is sharded"``.
-        ranks: those that gather it.
         group: the ranks over which amaxes are reduced; None if this rank keeps its own.
-
-    Raises:
-        ValueError: some rank of ``ranks`` is not in ``group``.
     """
     if not recipe.reduce_amax:
         raise ValueError(
