@@ -25,8 +25,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return function.apply(*args)
     if torch._C._are_functorch_transforms_active():
-        way_out = "use torch.autograd.grad and a batch dim of X"
-        raise RuntimeError(f"{function.__name__}: torch.func's grad, vjp, jvp and vmap do not see into it; {way_out}")
+        raise RuntimeError(f"{function.__name__}: torch.func cannot transform it; use torch.autograd.grad, a batch dim")
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -69,11 +68,10 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
                 return backward(ctx, *gradients)
             return differentiated(ctx, *[_with_gradient(dy) for dy in gradients])
         except RuntimeError as error:
-            if not any(isinstance(dy, Tensor) and (_is_batch(dy) or _is_older_batch(dy)) for dy in gradients):
-                raise
-            way_out = "call torch.autograd.grad for each, as jacobian(vectorize=False) does"
-            cannot = f"{type(ctx).__name__}: vmap cannot run this for several gradients at once; {way_out} ({error})"
-            raise RuntimeError(cannot) from error
+            if any(isinstance(dy, Tensor) and (_is_batch(dy) or _is_older_batch(dy)) for dy in gradients):
+                what = f"{type(ctx).__name__}: vmap cannot run it ({error}); call torch.autograd.grad for each gradient"
+                raise RuntimeError(f"{what}, as jacobian(vectorize=False) does") from error
+            raise
 
     return run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections import Counter
 from typing import Any
 from unittest import mock
 from weakref import ref
@@ -17,11 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minifloat import Linear
+from minifloat import Linear, autocast
 from minifloat.distributed import parallelize
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.functional.etp import prefetch_queue, rows, weight
 from minifloat.functional.quantize import linear_config
+from minifloat.tools.train.step import compute_unquantized
 from tests.helpers import etp_linears as etp
 from tests.helpers.distributed_pool import Pools, on_ranks
 from tests.helpers.etp_linears import Data, make, queue, recorded, set_prefetch, set_recast, sgd, step
@@ -181,6 +183,32 @@ def test_weights_are_cast_together_once_a_pass_or_a_step(
                 y.backward(data.draw())
             counts.append((made[0], reduced))
     assert counts[1:] == [(4 * casts, casts if recipe == "current" else 0)] * 2
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("by", ["layers", "autocast"])
+@on_ranks(2)
+def test_no_weight_is_cast_by_a_recipe_that_is_over(rank: int, size: int, by: str, kept: int) -> None:
+    """The casts of each step, two before the recipe changes and two after, where some layers never had one."""
+    net, data, cast = make(True, "current" if by == "layers" else None), Data(rank), Counter[bool]()
+    for layer in net.layers[:kept]:
+        layer.recipe = "none"
+    together, counts = weight.cast_together, []
+
+    def count(wanted: Any, replayed: Any = None) -> Any:
+        cast.update(quantizer.quantized for _, quantizer, _ in wanted)
+        return together(wanted, replayed)
+
+    with mock.patch.object(weight, "cast_together", count):
+        for i in range(4):
+            if i == 2 and by == "layers":
+                compute_unquantized(net)
+            with autocast(enabled=by == "autocast" and i < 2, recipe="current"):
+                cast.clear()
+                sgd(net)
+                step(net, data)
+                counts.append((cast[True], cast[False]))
+    assert counts == [(4 - kept, kept)] * 2 + [(0, 4)] * 2
 
 
 # ---- casts that are repeated for backward ----

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import label_of
+from minifloat.autocast import surrounding_recipe
 from minifloat.comm.collectives import Pending, averages, start_all_reduce, start_reduce_scatter_rows
 from minifloat.comm.group import Group, ShardMap
 from minifloat.comm.sharded_cast import start_gather, start_gather_alike
@@ -106,7 +107,9 @@ class EtpWeight:
                 return self._parts.matrices
         casts: dict[EtpWeight, tuple[EtpRows, Quantizer, torch.dtype]] = {self: (self.rows, quantizer, dtype)}
         for each in () if scales is not None else self._used_after() if queue.in_graph is None else queue.in_graph:
-            theirs, seen = each._cast, each in queue.cast and not first
+            latest, seen = each.rows.layer._configs.latest, each in queue.cast and not first
+            now = each.rows.layer.recipe or surrounding_recipe()  # "none" casts nothing
+            theirs = each._cast if latest is not None and latest.recipe is now else None
             too = queue.in_graph is not None or (unseen and not seen)
             if theirs is not None and (too or not each._is_current(theirs)):
                 casts.setdefault(each, (each.rows, *theirs[:2]))
