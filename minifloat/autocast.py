@@ -200,12 +200,7 @@ def check_can_wait(label: str) -> None:
 
 
 def check_finite(label: str, what: str, tensor: Tensor) -> None:
-    """Waits for the device.
-
-    Raises:
-        FloatingPointError: some element is infinite or NaN; it names the layer ``label`` and ``what`` the tensor is.
-        RuntimeError: of :func:`check_can_wait`.
-    """
+    """Waits for the device, and raises a FloatingPointError if some element is infinite or NaN."""
     check_can_wait(label)
     with torch.no_grad():
         values = tensor.detach()

@@ -288,8 +288,9 @@ def _check_untaped(layer: Layer, recipe: Recipe | None, scale: Tensor | None) ->
 
 
 def _different(layer: Layer, first: Recipe | None, now: Recipe | None) -> RuntimeError:
+    before, after = ("no recipe" if each is None else type(each).__name__ for each in (first, now))
     return RuntimeError(
-        f"{layer._label} ran under {_name(first)} and is recomputed under {_name(now)}: torch.utils.checkpoint does "
+        f"{layer._label} ran under {before} and is recomputed under {after}: torch.utils.checkpoint does "
         f"not bring autocast back; {_USE}"
     )
 
@@ -318,10 +319,6 @@ def _count_regions(number: int) -> None:
     with _lock:
         _regions += number
         _inside = _regions > 0
-
-
-def _name(recipe: Recipe | None) -> str:
-    return "no recipe" if recipe is None else type(recipe).__name__
 
 
 # ---- compiled code ----

@@ -129,14 +129,7 @@ class QuantizedTensor(CodedTensor):
     def quantize_(
         self, src: Tensor, *, amaxes: Amaxes | None = None, noop_flag: Tensor | None = None
     ) -> QuantizedTensor:
-        """Quantizes ``src`` into the memory of this tensor; the arguments are those of :func:`quantize_all_`.
-
-        ``src`` is cast from its own dtype: a bf16 parameter takes fp32 master weights in one rounding.
-
-        Raises:
-            ValueError: ``src`` has another shape.
-            NotImplementedError: this is a range of rows of a larger tensor, which share a scale that would change.
-        """
+        """Quantizes ``src`` into the memory of this tensor; arguments and errors are those of :func:`quantize_all_`."""
         quantize_all_([self], [src], amaxes=[amaxes], noop_flag=noop_flag)
         return self
 
