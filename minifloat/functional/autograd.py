@@ -69,8 +69,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             return differentiated(ctx, *[_with_gradient(dy) for dy in gradients])
         except RuntimeError as error:
             if any(isinstance(dy, Tensor) and (_is_batch(dy) or _is_older_batch(dy)) for dy in gradients):
-                what = f"{type(ctx).__name__}: vmap cannot run it ({error}); call torch.autograd.grad for each gradient"
-                raise RuntimeError(f"{what}, as jacobian(vectorize=False) does") from error
+                raise RuntimeError(f"{type(ctx).__name__}: vmap cannot run it; use a loop, vectorize=False") from error
             raise
 
     return run

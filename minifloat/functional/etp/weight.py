@@ -107,8 +107,8 @@ class EtpWeight:
                 return self._parts.matrices
         casts: dict[EtpWeight, tuple[EtpRows, Quantizer, torch.dtype]] = {self: (self.rows, quantizer, dtype)}
         for each in () if scales is not None else self._used_after() if queue.in_graph is None else queue.in_graph:
-            latest, seen = each.rows.layer._configs.latest, each in queue.cast and not first
-            now = each.rows.layer.recipe or surrounding_recipe()  # "none" casts nothing
+            layer, seen = each.rows.layer, each in queue.cast and not first
+            latest, now = layer._configs.latest, layer.recipe or surrounding_recipe()  # "none" casts nothing
             theirs = each._cast if latest is not None and latest.recipe is now else None
             too = queue.in_graph is not None or (unseen and not seen)
             if theirs is not None and (too or not each._is_current(theirs)):
