@@ -120,7 +120,8 @@ def autocast_enabled(x: Tensor) -> bool:
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of ``torch.autocast`` where that is on for the device of ``x``; else the dtype of ``x``."""
-    return torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else x.dtype
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else x.dtype
 
 
 def autocast_to(x: Tensor) -> Tensor:
