@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from minifloat.ops import matmul
@@ -56,23 +55,37 @@ def exporting() -> bool:
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a backward without a derivative: under ``create_graph=True`` its results raise when differentiated.
 
-    PyTorch's ``once_differentiable`` does so only where dY itself has a gradient; else it returns constants, and a
-    gradient penalty would train without the penalty. Its six Python calls are made under ``create_graph=True`` alone.
+    The node that raises has edges to all leaves of the forward, or ``torch.autograd.grad`` would not come by it: with
+    PyTorch's ``once_differentiable`` a gradient penalty would train without the penalty.
     """
-    differentiated = once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
         try:
             if not torch.is_grad_enabled():
                 return backward(ctx, *gradients)
-            return differentiated(ctx, *[_with_gradient(dy) for dy in gradients])
+            with torch.no_grad():
+                results = backward(ctx, *gradients)
+            read = [*_leaves(ctx), *[dy for dy in gradients if isinstance(dy, Tensor) and dy.requires_grad]]
+            raising = torch._C._functions.DelayedError(b"trying to differentiate twice", len(results) + len(read))
+            return raising(*map(_with_gradient, results), *read)[: len(results)]
         except RuntimeError as error:
             if any(isinstance(dy, Tensor) and (_is_batch(dy) or _is_older_batch(dy)) for dy in gradients):
                 raise RuntimeError(f"{type(ctx).__name__}: vmap cannot run it; use a loop, vectorize=False") from error
             raise
 
     return run
+
+
+def _leaves(node: Any) -> list[Tensor]:
+    """Lists what has gradients and the forward of ``node`` was computed from."""
+    nodes, seen = [node], {None, node}
+    for each in nodes:
+        for before, _ in each.next_functions:
+            if before not in seen:
+                seen.add(before)
+                nodes.append(before)
+    return [each.variable for each in nodes if hasattr(each, "variable")]
 
 
 def _with_gradient(x: Any) -> Any:

@@ -138,20 +138,12 @@ class Step(NamedTuple):
     @property
     def places(self) -> list[Place]:
         """Places that it reads or writes; empty tensors have none."""
-        found = [x for a in self.arguments for x in _places(a)]
-        return [place for place in found if place.slot != _NOTHING]
+        leaves = tree_leaves([*self.arguments], is_leaf=lambda x: isinstance(x, Place))
+        return [x for x in leaves if isinstance(x, Place) and x.slot != _NOTHING]
 
     @property
     def touched(self) -> list[int]:
         return [*[place.slot for place in self.places], *self.made]
-
-
-def _places(argument: Any) -> Sequence[Place]:
-    if isinstance(argument, Place):
-        return (argument,)
-    if isinstance(argument, Described):
-        return (argument.place,)
-    return [x for x in argument if isinstance(x, Place)] if isinstance(argument, tuple) else ()
 
 
 class Tape(TorchDispatchMode):
@@ -338,12 +330,10 @@ class _Writer:
         self.kept = {place.slot for place in shown if place is not None}
         self.fill: dict[int, int] = {}  # bytes from the first zero to those of a slot
         self.size = 0
-        for step in tape.steps:
-            slot = step.made[0] if step.kind == "zeros" else _NOTHING
-            if slot == _NOTHING or slot in called or (apart and slot in self.kept):
-                continue
-            if tape.memory[slot].dtype == torch.float32 and tape.memory[slot].is_contiguous():
-                count = tape.memory[slot].numel()
+        for slot in [step.made[0] for step in tape.steps if step.kind == "zeros"]:
+            memory, alone = tape.memory[slot], slot in called or (apart and slot in self.kept)
+            if not alone and memory.dtype == torch.float32 and memory.is_contiguous():
+                count = memory.numel()
                 self.size += -self.size % 4 if count > 1 else 0  # kernels read 16 bytes at a time of what is no scalar
                 self.fill[slot], self.size = 4 * self.size, self.size + count
 

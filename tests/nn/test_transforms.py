@@ -33,12 +33,14 @@ def call(module: nn.Module, x: Tensor, recipe: str = "current") -> Tensor:
 
 @pytest.mark.parametrize("make", [*MODULES.values(), lambda: LayerNorm(16)], ids=[*MODULES, "LayerNorm"])
 def test_gradient_penalty_raises(make: Callable[[], nn.Module]) -> None:
-    """Also where dY is a constant: PyTorch's ``once_differentiable`` would drop the penalty without a word."""
-    x = torch.randn(6, 16, requires_grad=True)
-    y = call(make(), x).sum()
-    (dx,) = torch.autograd.grad(y, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (y + (dx.norm() - 1).square()).backward()
+    """Also where dY is a constant, and for some gradients alone: ``once_differentiable`` would drop the penalty."""
+    module, x = make(), torch.randn(6, 16, requires_grad=True)
+    of = [partial(torch.autograd.grad, inputs=leaf) for leaf in (x, *module.parameters())]
+    for gradients in (torch.autograd.backward, *of):
+        y = call(module, 2 * x).sum()
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gradients(y + (dx.norm() - 1).square())
 
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)

@@ -18,7 +18,6 @@ from minifloat.ops.library import SymInt, operation
 from minifloat.ops.matmul import emulated, native, reference
 from minifloat.ops.matmul.native import cut
 from minifloat.ops.matmul.reference import finish, scaled
-from minifloat.ops.tape import taping
 
 CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
 """The dims of the left and of the right operand that a GEMM contracts."""
@@ -115,7 +114,7 @@ class Product:
 
         An operation where autograd or a dispatch mode are to see one, else :meth:`run`.
         """
-        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > taping.modes:
+        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > tape.taping.modes:
             result = scaled_mm(
                 self.gemm, a, a_scale, a_amax, *self.a, m, b, b_scale, b_amax, *self.b, n,
                 out_dtype, bias, fast_accum, self.backend,

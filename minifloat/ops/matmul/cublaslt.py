@@ -21,7 +21,6 @@ from torch import Tensor
 
 from minifloat import backends
 from minifloat.ops import tape
-from minifloat.ops.tape import taping
 
 ONE, STRIPS = 0, 4
 """Extent of each fp32 scale of both operands, in the library's numbers: all of it, or 1 x 128 codes."""
@@ -72,7 +71,7 @@ def add(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, scaled: int, fas
     lib, device = library(), a.get_device()
     if (
         lib is None or type(a) is not Tensor or type(out) is not Tensor or out.dtype != torch.float32
-        or torch._C._len_torch_dispatch_stack() > taping.modes  # a graph that is traced is to see an operation
+        or torch._C._len_torch_dispatch_stack() > tape.taping.modes  # a graph that is traced is to see an operation
         or device != torch._C._cuda_getDevice() or torch._C._get_sm_carveout_experimental() is not None
     ):  # fmt: skip
         return False
