@@ -69,7 +69,8 @@ NAMES: dict[str, str] = {
         "disable_stochastic_rounding disable_2d_quantization row_scaled_activation fast_accum recast "
         "enable_2d_quantization enable_rht use_f32_scales use_power_2_scales scales_agree use_reentrant "
         "use_split_accumulator power_2_scale random_hadamard_transform stochastic_rounding "
-        "fp4_2d_quantization accumulate score_before_top_k normalize_top_k allow_unused_input cache_quantized_params"
+        "fp4_2d_quantization accumulate score_before_top_k normalize_top_k allow_unused_input cache_quantized_params "
+        "overlapped"
     ),
     "object": (
         "fp8_dpa fp8_mha rotary_percent model module optimizer normalization activation attention_type "
