@@ -44,15 +44,14 @@ class History(NamedTuple):
     """One direction of one layer: scales fp32 [n], amaxes fp32 [L, n], and the rule from these to those.
 
     Row 0 is of the step in progress, the last row of the newest finished one.
-    ``rule``: one of ``DelayedScaling.rules``; ``recipe``: for algorithms of the user's own; ``slots``: views of the
-    scales, fp32 [1] each, where these are made once; ``share``: of experts that ranks share out.
+    ``rule``: one of ``DelayedScaling.rules``; ``recipe``: for algorithms of the user's own; ``share``: of experts that
+    ranks share out.
     """
 
     scale: Tensor
     amax_history: Tensor
     recipe: DelayedScaling
     rule: str
-    slots: tuple[Tensor, ...] = ()
     share: ExpertShare | None = None
 
 
@@ -266,11 +265,9 @@ class AmaxHistory(nn.Module):
             and known.recipe is recipe
             and known.scale is buffers["scale"]
             and known.amax_history is buffers["amax_history"]
-            and torch._C._is_alias_of(known.slots[0], known.scale)  # type: ignore[attr-defined] # not after ".data ="
         ):
             return known
-        slots = () if compiling else self.scale.split(1)
-        found = History(self.scale, self.amax_history, recipe, recipe.rules[0 if forward else 1], slots, self.share)
+        found = History(self.scale, self.amax_history, recipe, recipe.rules[0 if forward else 1], self.share)
         if not compiling:
             self.progress.history = found
         return found

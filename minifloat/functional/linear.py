@@ -160,9 +160,8 @@ def forward_inputs(
                 packed, of_packed = pack(operands.rowwise, None if same else operands.columnwise)
                 inputs += packed
                 layouts += operands is given.x, same, *of_packed
-        inputs += *given.out, *exchange.memory
-    taped = _with_histories(0, [(exchange, given.delayed) for _, exchange, _, given in calls], inputs)
-    return None if taped is None else (tuple(layouts), taped)
+        inputs += *given.out, *exchange.memory, *_history(given.delayed, 0)
+    return tuple(layouts), inputs
 
 
 def backward_inputs(
@@ -170,29 +169,22 @@ def backward_inputs(
 ) -> list[Tensor | None] | None:
     """Lists the same of a backward whose weight gradients go to autograd; ``tensors`` begin with dY."""
     inputs = [*tensors]
-    for exchange, source, _ in linears:
+    for exchange, source, delayed in linears:
         past_autograd = source.tasks is not None or source.main_grad
         if past_autograd or tensors[0] is None or exchange.memory is None:
             return None
-        inputs += exchange.memory
-    return _with_histories(1, [(exchange, delayed) for exchange, _, delayed in linears], inputs)
-
-
-def _with_histories(
-    direction: int, calls: Sequence[tuple[Exchange, DelayedCall | None]], inputs: list[Tensor | None]
-) -> list[Tensor | None] | None:
-    for exchange, call in calls:
-        if call is None:
-            continue
-        if direction:
-            call.backward_begins()
-        history = call.histories[direction]
-        if not history.slots:
-            return None
-        inputs += *history.slots, history.amax_history if call.records[direction] else None
-        if exchange.memory:  # groups read all scales at once
-            inputs.append(history.scale)
+        if delayed is not None:
+            delayed.backward_begins()
+        inputs += *exchange.memory, *_history(delayed, 1)
     return inputs
+
+
+def _history(call: DelayedCall | None, direction: int) -> tuple[Tensor | None, ...]:
+    """What a pass reads and writes of delayed scaling's state."""
+    if call is None:
+        return ()
+    history = call.histories[direction]
+    return history.scale, history.amax_history if call.records[direction] else None
 
 
 def save_x(spec: Spec, exchange: Exchange, x: Tensor | None, own: Quantized) -> Operand | None:

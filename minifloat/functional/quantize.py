@@ -274,7 +274,7 @@ def delayed_scale(delayed_call: DelayedCall | None, kind: str, keep: bool = Fals
         return scales.clone() if keep else scales
     if keep:
         return delayed.read_scale(history.scale, slot)
-    return history.slots[slot] if history.slots else history.scale[slot : slot + 1]
+    return history.scale[slot : slot + 1]
 
 
 def record(delayed_call: DelayedCall, kind: str, result: Quantized) -> None:

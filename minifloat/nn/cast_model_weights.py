@@ -95,7 +95,7 @@ class _Weight:
 @torch.no_grad()
 def _cast(weights: Sequence[_Weight], records: bool) -> None:
     """Fills the caches of the layers, which are all on one device, and ``records`` the amaxes for delayed scaling."""
-    scales = [None if each.history is None else each.history.slots[_SLOT] for each in weights]
+    scales = [None if each.history is None else each.history.scale[_SLOT : _SLOT + 1] for each in weights]
     quantizers: list[Quantizer] = [each.quantizer for each in weights]
     made: list[Quantized] = []
     for first in range(0, len(weights), _TOGETHER):
