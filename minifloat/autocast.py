@@ -292,6 +292,8 @@ class DelayedCall:
             states[1].progress.region = self.region
             if compiling:
                 self.region.add_compiled(Member(states[1], recipe, self.group, self.region.compiled), self.first)
+            else:
+                self.region.latest[states[1]] = recipe
             if self.shared:
                 self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
 
@@ -338,8 +340,7 @@ class DelayedCall:
             complete = state.progress.complete
             if complete is None or (self.shared and complete[0] is self.region):
                 continue
-            end = complete[1]()
-            if end is not None:
+            if (end := complete[1]()) is not None:
                 end()
 
 
@@ -357,10 +358,13 @@ class _End:
         for call, states in calls:
             for state in states:
                 state.progress.complete = None
-            if call.shared and call.region is not None:
-                call.region.update(forward=False)
-                continue
-            alone.append(call.histories[1])
+            own = call.histories[1]
+            if call.region is not None:
+                if call.shared:
+                    call.region.update(forward=False)
+                    continue
+                own = call.states[1].history(call.region.latest.get(call.states[1], own.recipe), False, False)
+            alone.append(own)
             if call.group is not None:
                 delayed.reduce(alone[-1:], call.group)
         delayed.update(alone)

@@ -325,11 +325,13 @@ class Region:
     Modules and not their buffers: a compiled forward may not hand out buffers that its backward will write to. Linked
     and not a list: a compiler guards the length of a list, and would compile each layer anew for its place in it.
 
-    ``calls``: what a CUDA graph that is being captured is told of instead, see ``autocast.captured``.
+    ``calls``: what a CUDA graph that is being captured is told of instead, see ``autocast.captured``; ``latest``: the
+    recipe of each backward history's latest use by code that is not compiled.
     """
 
     def __init__(self, calls: list[Any] | None = None) -> None:
         self.calls = calls
+        self.latest: dict[AmaxHistory, DelayedScaling] = {}
         # A compiler guards None, and that two are one object: it would tell the region's first layer from the others.
         nobody: Any = None
         self.forward, self.backward, self.compiled = [Member(nobody, nobody, None, None) for _ in range(3)]

@@ -801,13 +801,17 @@ def test_history_replaced_before_backward(way: str, assign: bool) -> None:
 
 
 def test_the_latest_recipe_of_a_region_decides() -> None:
-    """Its margin, where a module runs under two."""
+    """Its margin, where a module runs under two: forward and backward, in which another region may come between."""
     layer, x = Linear(16, 8, bias=False), batch(0)
     with autocast(recipe=DelayedScaling(amax_history_len=LENGTH, margin=3)):
-        layer(x)
+        y = layer(x).sum()
         with autocast(recipe=DELAYED):
-            layer(x).sum().backward()
+            y = y + layer(x).sum()
     assert layer.forward_scaling.scale[0] == torch.tensor(448.0) / x.abs().amax()
+    with autocast(recipe=DelayedScaling(amax_history_len=LENGTH, margin=5)):
+        layer(x)
+    y.backward()
+    assert layer.backward_scaling.scale[0] == 57344.0
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "unfused"])

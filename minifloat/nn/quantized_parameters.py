@@ -149,10 +149,9 @@ def quantized_weight(
     """
     if values.dtype not in DTYPES:
         raise ValueError(f"a weight of {values.dtype} cannot be kept quantized; use params_dtype=torch.bfloat16 or so")
-    fmt = given_format(quantizer)
-    scale = None if fmt is None else weight_scale(layer, name)
-    if scale is not None and fmt is not None:
-        set_scale(scale, [values], fmt, layer._weight_margin)
+    scale = None
+    if (fmt := given_format(quantizer)) is not None:
+        set_scale(scale := weight_scale(layer, name), [values], fmt, layer._weight_margin)
     parameter = nn.Parameter(quantize(values, quantizer, scale=scale), requires_grad=values.requires_grad)
     if preserve and isinstance(parameter, QuantizedTensor) and not values.is_meta:
         parameter.set_high_precision_init_val(values)

@@ -280,11 +280,6 @@ def set_local_rows(param: Any, rows: Tensor) -> None:
 # ---- memory ----
 
 
-def is_allocated(tensor: Tensor) -> bool:
-    """Whether the tensor has memory, or needs none."""
-    return tensor.numel() == 0 or tensor.untyped_storage().size() > 0
-
-
 def record_stream(tensors: Iterable[Tensor]) -> None:
     """Notes that the current stream may read these GPU tensors, which another one allocated, when they are freed."""
     for tensor in tensors:

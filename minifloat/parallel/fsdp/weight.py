@@ -160,8 +160,8 @@ class GatheredWeight:
         return [buffer for dim in distinct for buffer in self._buffers[dim][number]]
 
     def holds(self, dim: int) -> bool:
-        """Whether the operand that serves ``dim`` has its memory."""
-        return all(hooks.is_allocated(buffer.owner) for buffer in self.buffers((dim,), 0))
+        """Whether the operand that serves ``dim`` has its memory, or needs none."""
+        return all(b.owner.numel() == 0 or b.owner.untyped_storage().size() > 0 for b in self.buffers((dim,), 0))
 
     def set_constants(self, dims: Collection[int], part: Quantized) -> None:
         """Takes what all ranks have alike from this rank's ``part`` of any parameter."""
