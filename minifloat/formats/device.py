@@ -76,18 +76,23 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def _scale_fp32(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    """numerics 0.3: ``MAX / amax``, ``LARGEST`` where that overflows, 1 where there is nothing to scale by."""
-    amax = tl.where(amax < EPSILON, EPSILON, amax)
-    scale = tl.div_rn(MAX, amax)
-    scale = tl.where(scale == float("inf"), LARGEST, scale)
-    scale = tl.where((amax == float("inf")) | (amax == 0) | (amax != amax), 1.0, scale)
-    return scale, reciprocal(scale)
+def _if_finite(amax, x):
+    return tl.where(amax < float("inf"), x, float("nan"))  # one NaN on every device
 
 
 @triton.jit
-def floored_exponent(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    """Computes the exponent field of numerics 0.3 with powers of two: of ``MAX / amax`` rounded down to one.
+def _scale_fp32(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
+    """numerics 0.3: ``MAX / amax``, ``LARGEST`` where that overflows, 1 for 0, NaN for infinity."""
+    amax = tl.where(amax < EPSILON, EPSILON, amax)
+    scale = tl.div_rn(MAX, amax)
+    scale = tl.where(scale == float("inf"), LARGEST, scale)
+    scale = tl.where(amax == 0, 1.0, scale)
+    return _if_finite(amax, scale), _if_finite(amax, reciprocal(scale))
+
+
+@triton.jit
+def _scale_pow2(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
+    """numerics 0.3 with powers of two: ``MAX / amax`` rounded down to one.
 
     Needs no division: the difference of the bits of two floats has, above the mantissa, the exponent of their quotient.
     A quotient just below a power of two does not round up to it: of floats with c as their mantissa, it is at most
@@ -100,13 +105,8 @@ def floored_exponent(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl
     largest_bits = tl.cast(LARGEST, tl.float32).to(tl.int32, bitcast=True)
     exponent = 127 + ((max_bits - bits) >> 23)
     exponent = tl.where(exponent > 254, largest_bits >> 23, exponent)
-    return tl.where((bits == 0) | (bits >= 0x7F800000), 127, exponent)
-
-
-@triton.jit
-def _scale_pow2(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    exponent = floored_exponent(amax, MAX, EPSILON, LARGEST)
-    return power_of_two(exponent), power_of_two(254 - exponent)
+    exponent = tl.where(bits == 0, 127, exponent)
+    return _if_finite(amax, power_of_two(exponent)), _if_finite(amax, power_of_two(254 - exponent))
 
 
 @triton.jit

@@ -272,7 +272,7 @@ class ScaleRule:
 
 
 class Quotient(ScaleRule):
-    """Rule ``max / amax``; for ``"pow2"`` floored to a power of two."""
+    """Rule ``max / amax``; for ``"pow2"`` floored to a power of two. An infinite amax gives NaN."""
 
     def scale(self, amax: Tensor, fmt: FormatFacts, largest: float) -> tuple[Tensor, Tensor]:
         amax = torch.where(amax < fmt.amax_epsilon, fmt.amax_epsilon, amax)
@@ -280,7 +280,7 @@ class Quotient(ScaleRule):
         scale = torch.where(scale.isinf(), largest if fmt.block else FLT_MAX, scale)
         if self.power_of_two:
             scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)  # clears the mantissa: rounds down
-        scale = torch.where(amax.isinf() | (amax == 0) | amax.isnan(), 1.0, scale)
+        scale = torch.where(amax.isfinite(), torch.where(amax == 0, 1.0, scale), torch.nan)
         return scale, scale.reciprocal()
 
 

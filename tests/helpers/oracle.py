@@ -164,7 +164,7 @@ def scale_from_amax(amax: F32, max_fmt: float, pow2: bool, eps: float, value_for
     scale = np.where(np.isinf(scale), np.float32(value_for_inf), scale)
     if pow2:
         scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
-    return np.where(np.isinf(amax) | (amax == 0) | np.isnan(amax), np.float32(1), scale)
+    return np.where(np.isfinite(amax), np.where(amax == 0, np.float32(1), scale), np.float32(np.nan))
 
 
 @np.errstate(all="ignore")
@@ -245,7 +245,8 @@ def per_row(x: F32, fmt: str, pow2: bool, eps: float, dim: Dim, amax: F32 | None
 def per_tensor_given(x: F32, fmt: str, scale: F32 | float) -> tuple[U8, F32, F32]:
     """numerics.md 1.1 (delayed): codes [M, K], scale_inv [1] and the amax [1] of the unscaled x."""
     given = np.asarray(scale, np.float32).reshape(1)
-    return _scaled_cast(x, given, fmt), reciprocal(given), amax_of(x)
+    finite = np.where(np.isinf(x), np.float32(np.nan), x)
+    return _scaled_cast(finite, given, fmt), reciprocal(given), amax_of(x)
 
 
 @np.errstate(all="ignore")

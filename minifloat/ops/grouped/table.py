@@ -185,7 +185,7 @@ def store_tile(
     elif BLOCK == 0:
         m, n = places(tile, first_m, first_n, False)
         store_scaled(
-            tile * scale, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, GROUPED, ELEMENT
+            tile, scale, row_codes, column_codes, m, n, M, N, P, first, width, ROW, COLUMN, K_MAJOR, GROUPED, ELEMENT
         )  # fmt: skip
         if place == 0:
             if ROW:

@@ -235,7 +235,7 @@ def norm_cast_kernel(
         record_max(amax, tl.maximum(tl.max(tl.max(tl.abs(values), axis=1), axis=0), 0.0))  # of nothing but NaN 0
         multiplier, scale_inv = RULE.kernels.scale(tl.load(scale), MAX, EPSILON, LARGEST)
         store_scaled(
-            values * multiplier, row_codes, column_codes, m, k, M, K, M, 0 * K, K, ROW, COLUMN, K_MAJOR, False, ELEMENT
+            values, multiplier, row_codes, column_codes, m, k, M, K, M, 0 * K, K, ROW, COLUMN, K_MAJOR, False, ELEMENT
         )  # fmt: skip
         if tl.program_id(0) == 0:
             tl.store(row_scales, scale_inv)

@@ -177,14 +177,15 @@ def store_packed(target, codes, first_m, first_k, M, K, COLUMN: tl.constexpr):
 
 @triton.jit
 def store_scaled(
-    scaled, row_codes, column_codes, m, n, M, N, P, first, width,
+    values, factor, row_codes, column_codes, m, n, M, N, P, first, width,
     ROW: tl.constexpr, COLUMN: tl.constexpr, K_MAJOR: tl.constexpr, ALIGNED_P: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """Stores the codes of a tile of scaled values, of the N columns from ``first`` on of a matrix [M, width].
+    """Stores the codes of ``values * factor``, of the N columns from ``first`` on of a matrix [M, width].
 
     ``P`` and ``ALIGNED_P``: see :func:`store_codes`.
     """
-    codes = ELEMENT.kernels.encode(scaled, ELEMENT)
+    # The second term changes no finite number, and is NaN for an infinity, which would saturate.
+    codes = ELEMENT.kernels.encode(values * factor + values * 0.0, ELEMENT)
     if COLUMN:
         codes = single_bytes(codes, M)
     if ROW:

@@ -143,7 +143,7 @@ def _sign(x):
 
 @triton.jit
 def _nearest(x):
-    """The code 0..7 of the magnitude, as an fp32 number 2^23 + code.
+    """The code 0..7 of the magnitude, as an fp32 number 2^23 + code: to nearest, ties to even, saturating; NaN to 7.
 
     The code as a function of the magnitude has slope 2 up to 2, 1 up to 4, then 1/2: it is the smallest of three lines,
     and rounding keeps that order. Adding 2^23 rounds to an integer, to even when halfway, once.
@@ -156,13 +156,7 @@ def _nearest(x):
 
 
 @triton.jit
-def encode(x):
-    """fp32 to E2M1 codes 0..15: to nearest, ties to even, saturating; NaN to 7."""
-    return (_nearest(x).to(tl.int32, bitcast=True) - _INTEGER_BITS) | _sign(x)
-
-
-@triton.jit
-def decode(x, rounded):
+def _decode(x, rounded):
     """The value of the code of ``x`` that :func:`_nearest` found: on the largest of three lines."""
     code = rounded - _INTEGERS
     magnitude = tl.maximum(tl.maximum(code * 0.5, code - 2.0), code * 2.0 - 8.0)
@@ -283,8 +277,9 @@ def _attempt(values, wanted, scale, amax, FORMAT: tl.constexpr):
     total = tl.zeros(wanted.shape, tl.float32)
     for i in tl.static_range(GROUP):
         scaled = values[i] * multiplier
-        codes = append(codes, encode(scaled))
-        value = decode(scaled, _nearest(scaled)) * scales.to(tl.float32) * amax
+        nearest = _nearest(scaled)
+        codes = append(codes, (nearest.to(tl.int32, bitcast=True) & 7) | _sign(scaled))
+        value = _decode(scaled, nearest) * scales.to(tl.float32) * amax
         error = tl.div_rn(value, whole) - values[i]
         total += tl.abs(error) if FORMAT.rounding == "four_over_six_mae" else error * error
     return _pack(codes), scales.to(tl.uint8, bitcast=True), total

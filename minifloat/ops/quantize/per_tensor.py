@@ -79,7 +79,7 @@ def cast_tensor_kernel(
         factor, scale_inv = RULE.kernels.scale(tl.load(level), MAX, EPSILON, FLT_MAX)
     values = load_tile(x, m, k, M, K)  # behind the factor, which would else be made with all of them in registers
     store_scaled(
-        values * factor, pick_wide(row_codes, starts, matrix, COUNT, ALIGNED_K),
+        values, factor, pick_wide(row_codes, starts, matrix, COUNT, ALIGNED_K),
         pick_wide(column_codes, starts, matrix, COUNT, ALIGNED_P if K_MAJOR else ALIGNED_K),
         m, k, M, K, pick(Ps, starts, matrix, COUNT), 0 * K, K, ROW, COLUMN, K_MAJOR, ALIGNED_P, ELEMENT,
     )  # fmt: skip

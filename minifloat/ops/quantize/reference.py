@@ -216,7 +216,8 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
     if fmt.scale_rule == "given":
         assert given is not None
         given = given.float()
-        codes = fmt.encoding.encode(x.float() * given)
+        # A scale of earlier amaxes saturates what is finite; an infinity must not look like that.
+        codes = fmt.encoding.encode((x.float() * given).masked_fill_(x.isinf(), torch.nan))
         return new(CastResult, (codes, given.reciprocal(), amax(x, WHOLE, dim)))
     source = x if fmt.transform == "none" else rotated(x, fmt, dim)
     if given is not None and not fmt.grid:
@@ -393,8 +394,6 @@ def _per_block(amax: Tensor, fmt: Format, dim: int) -> Tensor:
 
 
 def _block_amax(blocks: Tensor) -> Tensor:
-    if blocks.numel() == 0:
-        return blocks.new_zeros(blocks.shape[0], 1, blocks.shape[2], 1)
     return blocks.abs().nan_to_num(0.0, posinf=torch.inf).amax((1, 3), keepdim=True)
 
 
