@@ -91,25 +91,11 @@ class Block(nn.Module):
         return out
 
 
-class Coded(nn.Module):
-    """Two linears, the second of which reads the codes of the first."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.first = Linear(WIDTH, WIDTH, name=f"{name}.first")
-        self.second = Linear(WIDTH, WIDTH, name=f"{name}.second")
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.first(x, fp8_output=True))
-        return y
-
-
 KINDS: dict[str, tuple[Callable[[str], Any], Call]] = {
     "LayerNormMLP": (lambda name: LayerNormMLP(WIDTH, 24, name=name), plain),
     "GroupedLinear": (lambda name: GroupedLinear(2, WIDTH, WIDTH, name=name), grouped),
     "MoE": (lambda name: MoE(WIDTH, 24, 4, shared_ffn_hidden_size=8, aux_loss_coefficient=0.1, name=name), plain),
     "MultiheadAttention": (attention, packed),
-    "Coded": (Coded, plain),
 }
 
 

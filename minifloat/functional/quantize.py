@@ -19,7 +19,6 @@ from minifloat.quantizer import Amaxes, Quantizer, as_matrix, cast_all, casts, f
 from minifloat.recipe import DelayedScaling, QuantizerRole, Recipe
 from minifloat.recipe.base import BackwardOverride
 from minifloat.tensor import QuantizedTensor
-from minifloat.tensor.handlers import wrap_traced
 
 Mode = Literal["column", "row"]
 """Split of a linear over ranks: columns of Y and rows of W, or columns of X and W, which the products contract."""
@@ -322,21 +321,13 @@ def calibrate(xs: Sequence[Tensor], kinds: Sequence[str], delayed_call: DelayedC
         delayed.record_amax_(delayed_call.histories[direction].amax_history, [slot], [levels[0]])
 
 
-def as_quantized_tensor(
-    x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None, label: str | None = None
-) -> Tensor:
-    """``x`` as a tensor that the next layer takes as it is.
-
-    ``label``: of layers, in traced code, where it comes after the autograd function: Dynamo traces none that returns
-    it. No layer's own: what is in a graph is guarded, and serves layers of other names.
-    """
+def as_quantized_tensor(x: Tensor, quantizer: Quantizer, kind: str, delayed_call: DelayedCall | None) -> Tensor:
+    """``x`` as a tensor that the next layer takes as it is."""
     if not quantizer.quantized:
         return x
     operands = quantize(x.detach(), quantizer, kind, delayed_call, gemm_ready=False)
     scale = delayed_scale(delayed_call, kind)
     scale = None if scale is None else scale.clone()
-    if label is not None:
-        return wrap_traced(x, operands, quantizer, scale, label)
     return QuantizedTensor.from_operands(operands, quantizer, x.shape, x.dtype, scale=scale)
 
 

@@ -13,7 +13,7 @@ from minifloat.arguments import Count, NonNegativeFloat, Size, checked
 from minifloat.functional.autograd import apply
 from minifloat.functional.fused_layers import LayerNormLinearFunction, LayerNormMLPFunction, MLPCall, NormCall
 from minifloat.functional.norm_activation import Activation, activate
-from minifloat.functional.quantize import Mode, as_quantized_tensor
+from minifloat.functional.quantize import Mode
 from minifloat.nn import linear_call, parts
 from minifloat.nn.linear import Linear
 from minifloat.nn.linear_call import needs_eager, run_eager
@@ -135,8 +135,6 @@ class LayerNormLinear(parts.LayerOfParts):
             of_norm = NormCall(norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             y, *extra = apply(LayerNormLinearFunction, of_norm, call, x.to(dtype), residual, gamma, beta, weight, b)
             delayed = call.given.delayed
-            if fp8_output and not call.spec.eager:
-                y = as_quantized_tensor(y, call.spec.config.output, "output", delayed, type(self).__name__)
             if delayed is not None:
                 delayed.forward_finished()
             n, found = of_norm.extra_outputs(extra)

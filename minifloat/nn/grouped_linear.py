@@ -24,7 +24,7 @@ from minifloat.functional.grouped import (
     layout_of,
 )
 from minifloat.functional.linear import LinearFunction, apply_eagerly
-from minifloat.functional.quantize import RoleCasts, as_quantized_tensor, record_groups
+from minifloat.functional.quantize import RoleCasts, record_groups
 from minifloat.functional.spec import Spec
 from minifloat.nn import linear_call
 from minifloat.nn.expert_parameters import Expert, ExpertParameters
@@ -208,8 +208,6 @@ class GroupedLinear(ExpertParameters):
             )
         run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
         y = run(*linear, x, weight, bias)
-        if fp8_output and not spec.eager:
-            y = as_quantized_tensor(y, spec.config.output, "output", None, type(self).__name__)
         if delayed is not None:
             delayed.forward_finished()
         if used.check_finite:

@@ -18,7 +18,7 @@ from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output, exporting
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction, apply_eagerly
-from minifloat.functional.quantize import Mode, as_quantized_tensor, calibrate, reuse
+from minifloat.functional.quantize import Mode, calibrate, reuse
 from minifloat.nn import linear_call, options
 from minifloat.nn.linear_call import needs_eager, run_eager
 from minifloat.nn.linear_state import LinearState
@@ -30,7 +30,6 @@ from minifloat.quantizer import Quantizer
 from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import exchange_of
 from minifloat.tensor import QuantizedTensor
-from minifloat.tensor.handlers import reuse_traced
 
 _VALUES = Quantizer.identity().with_usage(columnwise=False)
 
@@ -153,7 +152,8 @@ class Linear(LinearState, nn.Linear):
                 without it, or counts that differ by rank, end in an error or a timeout of the backend.
         """
         compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
-        if compiling and needs_eager(self, is_first_microbatch, fp8_output, fp8_grad):
+        quantized = fp8_output or isinstance(x, QuantizedTensor)
+        if compiling and needs_eager(self, is_first_microbatch, quantized, fp8_grad):
             return run_eager(Linear.forward, self, x, is_first_microbatch, fp8_output, fp8_grad, rows_per_rank)
         exchange = self._exchange
         if exchange.mode is not None or rows_per_rank is not None:
@@ -177,11 +177,9 @@ class Linear(LinearState, nn.Linear):
         )  # fmt: skip
         (spec, exchange, _, given), x = linear, x.to(dtype)
         if not exchange.gathers_x and isinstance(x, QuantizedTensor):
-            given.x = reuse(x, spec.x) if spec.eager else reuse_traced(x, spec.x)
+            given.x = reuse(x, spec.x)
         run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
         y = run(*linear, x, weight, bias)
-        if fp8_output and not spec.eager:
-            y = as_quantized_tensor(y, spec.config.output, "output", given.delayed, type(self).__name__)
         if given.delayed is not None:
             given.delayed.forward_finished()
         if used.check_finite:

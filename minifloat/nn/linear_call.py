@@ -18,7 +18,7 @@ from minifloat.comm.collectives import other_recipes, other_recipes_in_trace
 from minifloat.comm.dtensor_ddp import check_reduced
 from minifloat.comm.group import Group
 from minifloat.delayed import check_same_scale
-from minifloat.functional.autograd import autocast_enabled, exporting
+from minifloat.functional.autograd import autocast_enabled
 from minifloat.functional.exchange import LOCAL, Exchange
 from minifloat.functional.gemm import check_rows_alone
 from minifloat.functional.linear import LinearCall
@@ -321,24 +321,21 @@ def check_own_gradients(layer: LinearState, parameters: Sequence[Any], main_grad
 
 
 def needs_eager(
-    linear: LinearState, is_first_microbatch: bool | None, fp8_output: bool = False, fp8_grad: bool = False,
+    linear: LinearState, is_first_microbatch: bool | None, quantized: bool = False, fp8_grad: bool = False,
     checkpointed: bool = False, writes: bool = False,
 ) -> bool:  # fmt: skip
     """Whether some option of this call cannot be traced; :func:`run_eager` is the way out. Asked in traced code alone.
 
-    ``checkpointed``: the module is about to checkpoint itself. ``writes``: ``out`` or ``dgrad_out`` is given.
+    ``quantized``: X or Y is. ``checkpointed``: the module is about to checkpoint itself. ``writes``: ``out`` or
+    ``dgrad_out`` is given.
 
     Raises:
-        RuntimeError: it is so, and the compiler was told ``fullgraph=True``; ``fp8_output`` in an export.
+        RuntimeError: it is so, and the compiler was told ``fullgraph=True``.
     """
-    special = fp8_output or fp8_grad or checkpointed or writes or is_first_microbatch is False or recompute._inside
+    special = quantized or fp8_grad or checkpointed or writes or is_first_microbatch is False or recompute._inside
     special = special or compiles_backward()
     if not (special or linear.delay_wgrad_compute or linear.fuse_wgrad_accumulation or linear._etp is not None):
         return False
-    if fp8_output and exporting():
-        raise RuntimeError(
-            f"{linear._label}: fp8_output=True gives a quantized tensor, which torch.export does not trace; use False"
-        )
     weights, grad = [linear._weight(name) for name in linear._weight_names], torch.is_grad_enabled()
     whole = not torch.compiler.is_dynamo_compiling() or _in_one_graph()  # an export without Dynamo has one graph
     own_gradient, why = grad and any(weight.requires_grad for weight in weights), ""
@@ -360,6 +357,8 @@ def needs_eager(
         why = "out and dgrad_out are written to, which no graph does; use None"
     elif reads_cache and recipe is not None:
         why = "is_first_microbatch=False reads a cached weight, whose version no graph knows; use None"
+    elif quantized:
+        why = "fp8_output=True makes a quantized tensor, or X is one, which no graph holds; use False, X.dequantize()"
     elif grad and fp8_grad:
         why = "fp8_grad=True returns a quantized gradient, which no graph does; use False"
     elif (
@@ -375,8 +374,7 @@ def needs_eager(
         raise RuntimeError(
             f"{linear._label}: {why}, or fullgraph=False, or leave the layer out with torch.compiler.disable"
         )
-    # A quantized output has a gradient if what reads it is in the same graph, which another one may not be.
-    return why != "" or (grad and fp8_output and not whole)
+    return why != ""
 
 
 def compiles_backward() -> bool:

@@ -31,7 +31,7 @@ _INNER = tuple(f"{slot}_{name}" for slot in operand_ops.SLOTS for name in operan
 _SHARED = ("quantizer", "cover")  # what copies refer to as well
 _FIELDS = frozenset(
     {"_operands", "_outside", "_wholes", "_group", "_initial", "scale", "source_version", "gatherer", "owner"}
-    | {*_SHARED, "made_by", "_frozen", "_scratch", "source", "first", "whole", "_loaded_amaxes"}  # also of subclasses
+    | {*_SHARED, "_frozen", "_scratch", "source", "first", "whole", "_loaded_amaxes"}  # also of subclasses
 )
 
 
@@ -58,10 +58,6 @@ def quantize(
     """
     if not (quantizer.rowwise or quantizer.columnwise):
         raise ValueError("the quantizer produces no orientation; use quantizer.with_usage(rowwise=True)")
-    if torch.compiler.is_compiling():
-        from minifloat.tensor.handlers import quantize_traced  # which makes QuantizedTensors
-
-        return quantize_traced(x, quantizer, scale, amax_group, amaxes)
     with torch.no_grad():
         values = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
         operands = cast([as_matrix(values)], [quantizer], [scale], [amax_group], [amaxes])[0]
@@ -69,6 +65,9 @@ def quantize(
     return QuantizedTensor.from_operands(
         owned, quantizer, x.shape, x.dtype, scale=scale, amax_group=amax_group, source_version=version_of(x)
     )
+
+
+quantize._torchdynamo_disable = True  # type: ignore[attr-defined] # no graph makes such a tensor
 
 
 class QuantizedTensor(CodedTensor):
@@ -89,7 +88,6 @@ class QuantizedTensor(CodedTensor):
         gatherer: of a tensor that is gathered from shards, some operands of which may have no memory now; else None.
     """
 
-    made_by = ""  # in a graph that is being traced: the layer whose output it is
     _frozen = False  # the data of a tensor that takes no gradient
 
     @staticmethod
@@ -251,8 +249,6 @@ class QuantizedTensor(CodedTensor):
         out = QuantizedTensor(operands, self.quantizer, shape, operands.any.dtype, stride)
         out.scale, out._group, out.source_version = self.scale, self._group, self.source_version
         out.gatherer, out.owner = self.gatherer, self.owner
-        if self.made_by:
-            out.made_by = self.made_by
         return out
 
     def _zeros(self, size: Sequence[int], device: Any) -> QuantizedTensor:
@@ -299,38 +295,24 @@ class QuantizedTensor(CodedTensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         # Without the number of rows, which dynamic shapes change: to a compiler all this is constant.
         description = operand_ops.describe(self.quantizer, self._operands, matrix_shape(self.shape))
-        label = (self.made_by,) if self.made_by else ()
-        return list(self._buffers()), (description, self.dtype, self._group, self.is_contiguous(), *label)
+        return list(self._buffers()), (description, self.dtype, self._group, self.is_contiguous())
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> QuantizedTensor:
-        description, dtype, group, contiguous, *label = context
+        description, dtype, group, contiguous = context
         quantizer, operands = operand_ops.restore(description, inner, matrix_shape(outer_size))
         # AOTAutograd of PyTorch 2.11 gives wrong strides where they depend on a number of rows.
         self = QuantizedTensor(operands, quantizer, outer_size, dtype, None if contiguous else outer_stride)
         self.scale, self._group = inner.get("scale"), group
-        if label and type(operands.any.codes) is not Tensor:  # still in a graph
-            (self.made_by,) = label
         return self
-
-    @property
-    def held(self) -> tuple[tuple[Any, ...], bool]:
-        """Constants by which traced code finds the operands (``handlers.py``), and whether one serves as both."""
-        operands = self._operands
-        held = [
-            (slot, o.format.spec, o.dim, tuple(name for name in operand_ops.BUFFERS if getattr(o, name) is not None))
-            for slot, o in operand_ops.distinct(operands).items()
-        ]
-        return tuple(held), operands.rowwise is operands.columnwise
 
     def __coerce_tangent_metadata__(self) -> Any:  # AOTAutograd calls it
         """Raises where a graph returns this tensor: its gradient cannot be said to be plain."""
         raise RuntimeError(
-            f"{self.made_by or 'a compiled function'}: returns a quantized tensor of shape {tuple(self.shape)} from a "
-            "graph, for which PyTorch then takes no gradient in high precision; compile the layer that reads it into "
-            "the same graph, return its dequantize(), or use fp8_output=False, fullgraph=False or torch.no_grad()"
+            f"a compiled function returns a quantized tensor of shape {tuple(self.shape)}, for which PyTorch takes no "
+            "gradient in high precision; return its dequantize(), or use torch.no_grad()"
         )
 
     def __coerce_same_metadata_as_tangent__(
