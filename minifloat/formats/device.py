@@ -76,7 +76,7 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def _if_finite(amax, x):
+def if_finite(amax, x):
     return tl.where(amax < float("inf"), x, float("nan"))  # one NaN on every device
 
 
@@ -87,7 +87,7 @@ def _scale_fp32(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.cons
     scale = tl.div_rn(MAX, amax)
     scale = tl.where(scale == float("inf"), LARGEST, scale)
     scale = tl.where(amax == 0, 1.0, scale)
-    return _if_finite(amax, scale), _if_finite(amax, reciprocal(scale))
+    return if_finite(amax, scale), if_finite(amax, reciprocal(scale))
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _scale_pow2(amax, MAX: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.cons
     exponent = 127 + ((max_bits - bits) >> 23)
     exponent = tl.where(exponent > 254, largest_bits >> 23, exponent)
     exponent = tl.where(bits == 0, 127, exponent)
-    return _if_finite(amax, power_of_two(exponent)), _if_finite(amax, power_of_two(254 - exponent))
+    return if_finite(amax, power_of_two(exponent)), if_finite(amax, power_of_two(254 - exponent))
 
 
 @triton.jit

@@ -28,7 +28,8 @@ class ElementKernels(NamedTuple):
 class Element:
     """Stored number, ``bits`` wide, finite up to ``max``; ``dtype`` is PyTorch's name for it, where it has one.
 
-    ``split``: sums of 128 products of its values do not fit float64 exactly.
+    ``split``: sums of 128 products of its values do not fit float64 exactly. ``nan``: a code is NaN; else a NaN counts
+    as an infinity in the amax of its block.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Element:
     max: float
     dtype: torch.dtype | None = None
     split: bool = False
+    nan: bool = True
 
     @property
     def packed(self) -> bool:
@@ -93,6 +95,7 @@ class SmallFloat(Element):
     NaN becomes ``max``. ``mantissa`` is its bits, ``bias`` that of the exponent.
     """
 
+    nan: bool = False
     mantissa: int = 1
     bias: int = 1
 

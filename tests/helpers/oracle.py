@@ -191,8 +191,14 @@ def to_tiles(x: F32, tile: Tile) -> F32:
     return padded.reshape(down, rows, across, columns)
 
 
-def amax_of_tiles(x: F32, tile: Tile) -> F32:
+def nan_as_infinity(x: F32) -> F32:
+    """numerics.md 0: before an amax of what shall not drop NaN."""
+    return np.where(np.isnan(x), np.float32(np.inf), x)
+
+
+def amax_of_tiles(x: F32, tile: Tile, fmt: str) -> F32:
     """One amax a tile. The zero fill cannot change a largest magnitude, so edge tiles see their elements only."""
+    x = x if fmt in ("e4m3", "e5m2") else nan_as_infinity(x)
     largest: F32 = np.fmax.reduce(np.abs(to_tiles(x, tile)), axis=(1, 3), initial=np.float32(0))
     return largest
 
@@ -326,7 +332,7 @@ def block_2d(x: F32, fmt: str, pow2: bool, eps: float, max_finite: float, block:
 
 
 def _block(x: F32, fmt: str, pow2: bool, eps: float, max_finite: float, tile: Tile) -> tuple[U8, F32]:
-    scale = scale_from_amax(amax_of_tiles(x, tile), ELEMENTS[fmt].max, pow2, eps, max_finite)
+    scale = scale_from_amax(amax_of_tiles(x, tile, fmt), ELEMENTS[fmt].max, pow2, eps, max_finite)
     return _scaled_cast(x, spread(scale, tile, x.shape), fmt), reciprocal(scale)
 
 
@@ -348,7 +354,7 @@ def mxfp8(x: F32, fmt: str, dim: Dim, two_d: bool = False) -> tuple[U8, U8]:
     """numerics.md 1.4: codes [M, K]; E8M0 scales [M, cdiv(K, 32)] or [cdiv(M, 32), K], both cdiv where `two_d`."""
     tile = tile_of(dim, 32, two_d)
     per_max = np.float32(1) / np.float32(ELEMENTS[fmt].max)
-    scales = float_to_e8m0(amax_of_tiles(x, tile) * per_max)
+    scales = float_to_e8m0(amax_of_tiles(x, tile, fmt) * per_max)
     return _scaled_cast(x, spread(e8m0_recip(scales), tile, x.shape), fmt), scales
 
 

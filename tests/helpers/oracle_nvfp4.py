@@ -19,6 +19,7 @@ from tests.helpers.oracle import (
     cast_fp8,
     decode_e2m1,
     decode_fp8,
+    nan_as_infinity,
     pack,
     spread,
     tile_of,
@@ -102,7 +103,7 @@ def nvfp4(
     rows = x.T if transposed else x
     random = stochastic.T if stochastic is not None and transposed else stochastic
     if amax is None:
-        largest = amax_of(rows, axis=1) if row_scaled else amax_of(rows)
+        largest = amax_of(rows, axis=1) if row_scaled else amax_of(nan_as_infinity(rows) if hadamard else rows)
     else:
         largest = np.asarray(amax, np.float32).reshape(-1)
     tile = tile_of(-1, 16, two_d)
@@ -119,7 +120,9 @@ def nvfp4(
 def _nvfp4_plain(x: F32, tile: Tile, amax: F32, e4m3_max: float, random: U8 | None) -> tuple[U8, U8]:
     """Codes (not packed) and block scales; `amax` is [1, 1] or [rows, 1]."""
     encode = nvfp4_encode_scale(amax, e4m3_max)
-    scales = cast_fp8(np.minimum(amax_of_tiles(x, tile) * (encode * SIXTH), FLT_MAX), "e4m3")
+    largest = amax_of_tiles(x, tile, "e2m1")
+    scaled = np.minimum(largest * (encode * SIXTH), FLT_MAX)
+    scales = cast_fp8(np.where(np.isinf(largest), np.float32(np.nan), scaled), "e4m3")
     return _nvfp4_codes(x, scales, tile, encode, random), scales
 
 
@@ -127,7 +130,7 @@ def _nvfp4_plain(x: F32, tile: Tile, amax: F32, e4m3_max: float, random: U8 | No
 def _nvfp4_codes(x: F32, scales: U8, tile: Tile, encode: F32, random: U8 | None = None) -> U8:
     """code = cast(x * mult), with mult the clamped reciprocal of the block's decoding scale."""
     decode = np.float32(1) / encode
-    mult = np.minimum(np.float32(1) / (decode_fp8(scales, "e4m3") * decode), FLT_MAX)
+    mult = np.fmin(np.float32(1) / (decode_fp8(scales, "e4m3") * decode), FLT_MAX)
     scaled = x * spread(mult, tile, x.shape)
     return cast_e2m1(scaled) if random is None else cast_e2m1_stochastic(scaled, random)
 
@@ -136,7 +139,8 @@ def _nvfp4_codes(x: F32, scales: U8, tile: Tile, encode: F32, random: U8 | None 
 def _nvfp4_four_over_six(x: F32, tile: Tile, amax: F32, e4m3_max: float, err_mode: ErrMode) -> tuple[U8, U8]:
     """Map each block's amax to 4 or to 6, whichever reconstructs it better; 6 on a tie."""
     encode = nvfp4_encode_scale(amax, e4m3_max)
-    base = amax_of_tiles(x, tile) / np.float32(6) * encode
+    largest = amax_of_tiles(x, tile, "e2m1")
+    base = np.where(np.isinf(largest), np.float32(np.nan), largest / np.float32(6) * encode)
     candidates = []
     for factor in (np.float32(1.5), np.float32(1)):
         scales = cast_fp8(np.minimum(base * factor, np.float32(448)), "e4m3")

@@ -55,10 +55,13 @@ MOST_WARPS = 32
 
 
 @triton.jit
-def block_amax(blocks):
-    """fp32 [A, C] of blocks [A, ROWS, C, COLS]."""
+def block_amax(blocks, NAN: tl.constexpr):
+    """fp32 [A, C] of blocks [A, ROWS, C, COLS]; NaNs are dropped if the element has a ``NAN``, else infinite."""
     # One dim at a time: merged into one by permute and reshape, 32 x 32 blocks got wrong amaxes on an H200.
-    along_k = tl.max(tl.abs(blocks), axis=3)
+    magnitudes = tl.abs(blocks)
+    if not NAN:
+        magnitudes = tl.where(magnitudes == magnitudes, magnitudes, float("inf"))
+    along_k = tl.max(magnitudes, axis=3)
     return tl.maximum(tl.max(along_k, axis=1), 0.0)  # of a block of nothing but NaN 0
 
 
@@ -76,7 +79,7 @@ def cast_blocks(
     BLOCK_M: tl.constexpr = values.shape[0]
     BLOCK_K: tl.constexpr = values.shape[1]
     blocks = tl.reshape(values, (BLOCK_M // ROWS, ROWS, BLOCK_K // COLS, COLS))
-    amax = block_amax(blocks)
+    amax = block_amax(blocks, ELEMENT.nan)
     if GIVEN:
         where, inside = grid_places(amax, first_m, first_k, M, K, tl.cdiv(K, COLS), 1, ROWS, COLS, GLUON)
         amax = tl.load(levels + where, mask=inside, other=0.0)
@@ -150,9 +153,9 @@ def store_block_cast(
     """Casts a ``tile`` that :func:`held` returned and that begins at whole blocks of the matrix [M, K].
 
     Whatever made its values: a load, or a norm or activation of what was loaded. Outside of the matrix they are 0, -0
-    or NaN, which no amax counts. ``..._levels`` are read if ``GIVEN``. ``P``, ``ALIGNED_P``: see ``store_codes``.
-    Codes of a pointer to bf16 are values. ``CHAINED``: the columnwise cast is of the values of the rowwise codes,
-    rounded to this type; not with ``LAYOUTS``.
+    or, in a block that has such inside, NaN. ``..._levels`` are read if ``GIVEN``. ``P``, ``ALIGNED_P``: see
+    ``store_codes``. Codes of a pointer to bf16 are values. ``CHAINED``: the columnwise cast is of the values of the
+    rowwise codes, rounded to this type; not with ``LAYOUTS``.
     """
     SHORT: tl.constexpr = BLOCK if TILE else 1
     GLUON: tl.constexpr = LAYOUTS is not None

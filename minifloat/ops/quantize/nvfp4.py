@@ -69,7 +69,7 @@ def _cast_16_rows(
         amax = tl.load(level + columns, mask=columns < K, other=0.0)
     else:
         amax = tl.load(level + m + line // GROUPS, mask=m + line // GROUPS < M, other=0.0)
-    block_amax = largest(values)
+    block_amax = largest(values, True)
     if FORMAT.tile:
         block_amax = tile_max(block_amax, COLUMN)
     if FORMAT.rounding == "four_over_six_mae" or FORMAT.rounding == "four_over_six_mse":
@@ -183,8 +183,8 @@ def rotated_amax_kernel(
     m, k = corner(program - first_program(starts, matrix, COUNT), K, GROUP, LINES)
     values = load_columns(x, m, k + tl.arange(0, LINES), M, K)
     if ROW:
-        record_max(pick(row_amaxes, starts, matrix, COUNT), tl.max(largest(values), axis=0))
-    record_max(pick(column_amaxes, starts, matrix, COUNT), tl.max(largest(rotate(values)), axis=0))
+        record_max(pick(row_amaxes, starts, matrix, COUNT), tl.max(largest(values, False), axis=0))
+    record_max(pick(column_amaxes, starts, matrix, COUNT), tl.max(largest(rotate(values), True), axis=0))
 
 
 @triton.jit

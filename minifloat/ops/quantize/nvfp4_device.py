@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minifloat.formats.device import MINUS_INFINITY_BITS, reciprocal
+from minifloat.formats.device import MINUS_INFINITY_BITS, if_finite, reciprocal
 from minifloat.ops.quantize.device import FLT_MAX, append
 
 GROUP = tl.constexpr(16)
@@ -100,12 +100,13 @@ def load_rows(x, m, k, M, K):
 
 
 @triton.jit
-def largest(values):
-    """The largest magnitude of each group; NaNs are dropped."""
+def largest(values, NAN: tl.constexpr):
+    """The largest magnitude of each group; a NaN counts as infinite if ``NAN``, else it is dropped."""
+    HOW: tl.constexpr = tl.PropagateNan.ALL if NAN else tl.PropagateNan.NONE
     found = tl.abs(values[0])
     for i in tl.static_range(1, GROUP):
-        found = tl.maximum(found, tl.abs(values[i]))
-    return tl.maximum(found, 0.0)  # a group of nothing but NaN
+        found = tl.maximum(found, tl.abs(values[i]), propagate_nan=HOW)
+    return tl.where(found == found, found, float("inf") if NAN else 0.0)
 
 
 @triton.jit
@@ -188,7 +189,7 @@ def encode_scale(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _multiplier(scales, decode_scale):
-    return tl.minimum(reciprocal(scales.to(tl.float32) * decode_scale), FLT_MAX)
+    return tl.minimum(reciprocal(scales.to(tl.float32) * decode_scale), FLT_MAX)  # of NaN too: 0 outside stays 0
 
 
 @triton.jit
@@ -249,7 +250,7 @@ def _value(code, x, scales):
 def cast_groups(values, bits, block_amax, amax, FORMAT: tl.constexpr, AS_VALUES: tl.constexpr):
     """Casts groups to nearest, or by ``bits``, 16 random bytes a group; ``AS_VALUES``: to values, not codes."""
     scale = encode_scale(amax, FORMAT.block_scale_max)
-    scales = (block_amax * (scale * _SIXTH)).to(tl.float8e4nv)
+    scales = if_finite(block_amax, block_amax * (scale * _SIXTH)).to(tl.float8e4nv)
     multiplier = _multiplier(scales, reciprocal(scale))
     result = ()
     for i in tl.static_range(GROUP):
@@ -289,7 +290,7 @@ def _attempt(values, wanted, scale, amax, FORMAT: tl.constexpr):
 def cast_groups_four_over_six(values, block_amax, amax, FORMAT: tl.constexpr, COLUMN: tl.constexpr):
     """Tries the amax of a block on 4 and on 6, and takes what leaves the smaller error."""
     scale = encode_scale(amax, FORMAT.block_scale_max)
-    base = tl.div_rn(block_amax, tl.full(block_amax.shape, 6.0, tl.float32)) * scale
+    base = if_finite(block_amax, tl.div_rn(block_amax, tl.full(block_amax.shape, 6.0, tl.float32)) * scale)
     codes_4, scales_4, error_4 = _attempt(values, base * 1.5, scale, amax, FORMAT)
     codes_6, scales_6, error_6 = _attempt(values, base, scale, amax, FORMAT)
     if FORMAT.tile:

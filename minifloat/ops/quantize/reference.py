@@ -186,17 +186,18 @@ def amax(x: Tensor, fmt: Format, dim: int) -> Tensor:
 
     Returns:
         fp32: [1]; [M] or [K] with ``amax_per_row``; the grid of blocks for a format with only block scales.
-        NaNs are dropped, so the amax of nothing but NaN is 0, as of an empty tensor.
+        NaNs are dropped, so the amax of nothing but NaN is 0, as of an empty tensor. They count as infinities in a
+        block whose element has no NaN, and in a rotated tensor, where infinities become NaN.
     """
     if fmt.transform != "none":
         x = rotated(x, fmt, dim)
     if not fmt.amax_per_row:
         if fmt.block and fmt.scale_rule != "two_level":
-            return _block_amax(_blocks(x.float(), *fmt.scale_block(dim)))[:, 0, :, 0]
+            return _block_amax(_blocks(x.float(), *fmt.scale_block(dim)), fmt)[:, 0, :, 0]
         x, dim = x.reshape(1, -1), ROWWISE
     if isinstance(x, FakeTensor) or x.shape[dim] == 0:  # a compiler's number of rows must not be asked for
         return x.new_zeros(x.shape[:dim] if dim == ROWWISE else x.shape[1:], dtype=torch.float32)
-    return x.abs().nan_to_num(0.0, posinf=torch.inf).amax(dim).float()
+    return x.abs().nan_to_num(0.0 if fmt.transform == "none" else torch.inf, posinf=torch.inf).amax(dim).float()
 
 
 def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: int) -> CastResult:
@@ -229,8 +230,8 @@ def cast(x: Tensor, given: Tensor | None, rng: Tensor | None, fmt: Format, dim: 
         assert given is not None
         codes, scale_inv = _cast_two_level(blocks, _per_block(given, fmt, dim), rng, source.shape, fmt, dim)
     else:
-        block_amax = _block_amax(blocks) if given is None else given.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
-        multiplier, scale_inv = fmt.scaling.scale(block_amax, fmt, largest)
+        given = _block_amax(blocks, fmt) if given is None else given.reshape(blocks.shape[0], 1, blocks.shape[2], 1)
+        multiplier, scale_inv = fmt.scaling.scale(given, fmt, largest)
         codes = fmt.encoding.encode(blocks * multiplier)
         scale_inv = scale_inv[:, 0, :, 0] if fmt.grid else scale_inv.reshape(-1)
     codes = _unblock(codes, source.shape)
@@ -330,14 +331,14 @@ def _cast_two_level(
     blocks: Tensor, amax: Tensor, rng: Tensor | None, shape: torch.Size, fmt: Format, dim: int
 ) -> tuple[Tensor, Tensor]:
     """NVFP4: E4M3 block scales under the fp32 scale that ``amax`` gives, numerics 1.5. Returns codes and scales."""
-    block_amax = _block_amax(blocks)
+    block_amax = _block_amax(blocks, fmt)
     encode = (fp32(fmt.block_scale_max * 6, amax.device) / amax).clamp(max=FLT_MAX)
     encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
     if fmt.rounding.startswith("four_over_six"):
         codes, scales = _four_over_six(blocks, block_amax, amax, encode, fmt, dim)
     else:
         sixth = fp32(1.0 / 6.0, amax.device)
-        scales = E4M3.encode((block_amax * (encode * sixth)).clamp(max=FLT_MAX))
+        scales = E4M3.encode((block_amax * (encode * sixth)).masked_fill_(block_amax.isinf(), torch.nan))
         scaled = blocks * _two_level_multiplier(scales, encode)
         if fmt.rounding == "stochastic":
             assert rng is not None
@@ -349,17 +350,17 @@ def _cast_two_level(
 
 
 def _two_level_multiplier(scales: Tensor, encode: Tensor) -> Tensor:
-    return (E4M3.decode(scales) * encode.reciprocal()).reciprocal().clamp(max=FLT_MAX)
+    return (E4M3.decode(scales) * encode.reciprocal()).reciprocal().nan_to_num(FLT_MAX)
 
 
 def _four_over_six(
     blocks: Tensor, block_amax: Tensor, amax: Tensor, encode: Tensor, fmt: Format, dim: int
 ) -> tuple[Tensor, Tensor]:
     """Scales each block so that its amax lands on 6 or on 4, whichever leaves the smaller error."""
-    base = (block_amax / fp32(6.0, amax.device)) * encode
+    base = ((block_amax / fp32(6.0, amax.device)) * encode).masked_fill_(block_amax.isinf(), torch.nan)
     tries = []
     for stretch in (1.5, 1.0):
-        scales = E4M3.encode((base * stretch).clamp(max=448.0))
+        scales = E4M3.encode(base * stretch)
         codes = E2M1.encode(blocks * _two_level_multiplier(scales, encode))
         value = E2M1.decode(codes) * E4M3.decode(scales) * amax
         value = value / fp32(6 * fmt.block_scale_max, amax.device)
@@ -393,8 +394,8 @@ def _per_block(amax: Tensor, fmt: Format, dim: int) -> Tensor:
 # ---- blocks ----
 
 
-def _block_amax(blocks: Tensor) -> Tensor:
-    return blocks.abs().nan_to_num(0.0, posinf=torch.inf).amax((1, 3), keepdim=True)
+def _block_amax(blocks: Tensor, fmt: Format) -> Tensor:
+    return blocks.abs().nan_to_num(0.0 if fmt.encoding.nan else torch.inf, posinf=torch.inf).amax((1, 3), keepdim=True)
 
 
 def _blocks(x: Tensor, rows: int, cols: int) -> Tensor:
