@@ -181,8 +181,8 @@ def captured(context: autocast) -> Iterator[list[Any]]:
 
 
 def checks_finite() -> bool:
-    """Whether some context of this thread has ``check_finite``; asked if ``used.check_finite``."""
-    return any(context.check_finite for context in _stack.contexts)
+    """Whether some context of this thread has ``check_finite``."""
+    return used.check_finite and any(context.check_finite for context in _stack.contexts)
 
 
 _NOT_COMPILED = "autocast(check_finite=True) looks at values, which compiled code cannot; run eager"
@@ -199,26 +199,33 @@ def check_can_wait(label: str) -> None:
         )
 
 
-def check_finite(label: str, what: str, tensor: Tensor) -> None:
-    """Waits for the device, and raises a FloatingPointError if some element is infinite or NaN."""
+def check_finite(label: str, x: Tensor, weight: Tensor, y: Tensor, offsets: Tensor | None = None) -> None:
+    """Waits for the device, and raises a FloatingPointError if X, W or, in backward, the gradient of Y is not finite.
+
+    ``offsets``: of groups, outside of which rows of X and Y may hold anything.
+    """
     check_can_wait(label)
-    with torch.no_grad():
+    rows = None if offsets is None else int(offsets[-1])
+
+    def check(what: str, tensor: Tensor) -> None:
+        check_can_wait(label)
         values = tensor.detach()
         found = ~values.isfinite()
         if values.is_meta or not bool(found.any()):
             return
         first, nan = found.nonzero()[0].tolist(), int(values.isnan().sum())
-        infinite = int(found.sum()) - nan
         raise FloatingPointError(
-            f"{label}: {what} of shape {tuple(values.shape)} is not finite: {infinite} infinite and {nan} NaN, the "
-            f"first at {first}"
+            f"{label}: {what} of shape {tuple(values.shape)} is not finite: {int(found.sum()) - nan} infinite and "
+            f"{nan} NaN, the first at {first}"
         )
 
+    def checked_rows(of: Tensor) -> Tensor:
+        return of if rows is None else as_matrix(of)[:rows]
 
-def watch_gradient(label: str, y: Tensor, rows: int | None = None) -> None:
-    """Checks the gradient of a layer's result [..., N], or of so many of its rows, when backward brings it."""
+    check("input", checked_rows(x))
+    check("weight", weight)
     if y.requires_grad:
-        y.register_hook(lambda dy: check_finite(label, "grad_output", dy if rows is None else as_matrix(dy)[:rows]))
+        y.register_hook(lambda dy: check("grad_output", checked_rows(dy)))
 
 
 def is_batch_invariant() -> bool:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Device, FloatDtype, Size, checked, shown
-from minifloat.autocast import DelayedCall, check_finite, checks_finite, used, watch_gradient
+from minifloat.autocast import DelayedCall, used
 from minifloat.comm.group import Group
 from minifloat.formats import Format
 from minifloat.functional.etp.rows import Reduction
@@ -211,7 +211,7 @@ class GroupedLinear(ExpertParameters):
         if delayed is not None:
             delayed.forward_finished()
         if used.check_finite:
-            self._check_groups_finite(x, y, layout)
+            self._check_finite(x, y, layout.offsets)
         return (y, self._bias_vector()) if self.return_bias else y
 
     def _memory(self, name: str, given: Tensor | None, shape: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
@@ -272,18 +272,6 @@ class GroupedLinear(ExpertParameters):
         of_groups = ("input", as_matrix(x.detach()), layout), ("weight", weight, uniform)
         for kind, matrix, groups in of_groups:
             record_groups(calibration, kind, grouped_amax(matrix, groups.offsets, [Format().spec], [-1]))
-
-    def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
-        """Not before it is known which rows are some expert's."""
-
-    def _check_groups_finite(self, x: Tensor, y: Tensor, layout: GroupLayout) -> None:
-        """Checks the rows that are some expert's."""
-        if not checks_finite():
-            return
-        total = int(layout.offsets[-1])
-        check_finite(self._label, "input", as_matrix(x)[:total])
-        check_finite(self._label, "weight", self._own_values())
-        watch_gradient(self._label, y, total)
 
     def extra_repr(self) -> str:
         sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"

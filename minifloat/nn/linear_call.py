@@ -241,8 +241,6 @@ def check_input(layer: LinearState, x: Tensor, is_first_microbatch: bool | None)
         raise TypeError(f"{layer._label}: input is {x.dtype}; a floating-point tensor is needed, as x.bfloat16()")
     if x.dim() == 0 or x.shape[-1] != layer.in_features:
         raise ValueError(f"{layer._label}: input of shape {tuple(x.shape)} must end in in_features={layer.in_features}")
-    if used.check_finite:
-        layer._check_finite(x)
 
 
 # ---- weight gradients that backward writes by itself, or leaves for ``backward_dw``: no optimizer steps then ----

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.arguments import check_value, checked
-from minifloat.autocast import DelayedCall, check_finite, checks_finite, first_equal, watch_gradient
+from minifloat.autocast import DelayedCall, check_finite, checks_finite, first_equal
 from minifloat.comm.dtensor_ddp import check_synchronized, watch_pipelines
 from minifloat.delayed import AmaxHistory, history_length
 from minifloat.functional.etp.weight import EtpWeightSource
@@ -282,15 +282,10 @@ class LinearState(QuantizedWeights):
         """Returns what this rank has of W."""
         return self._weight_matrix().detach() if self._etp is None else torch.cat(self._etp.rows.matrices())
 
-    def _check_finite(self, x: Tensor, y: Tensor | None = None) -> None:
-        """Raises if X or W is not finite, or later, in backward, if the gradient of Y is not."""
-        if not checks_finite():
-            return
-        if y is None:
-            check_finite(self._label, "input", x)
-            check_finite(self._label, "weight", self._own_values())
-        else:
-            watch_gradient(self._label, y)
+    def _check_finite(self, x: Tensor, y: Tensor, offsets: Tensor | None = None) -> None:
+        """Under ``check_finite``, raises if X, W or later the gradient of Y is not finite, in rows of some group."""
+        if checks_finite():
+            check_finite(self._label, x, self._own_values(), y, offsets)
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that backward left to do, then calls the registered hooks.
