@@ -142,7 +142,7 @@ def _update_by_callables(history: History) -> None:
         amax = amaxes[0].clone() if recipe.amax_compute_algo == "most_recent" else amaxes.amax(0)
     fp8_max = formats.ELEMENTS[history.rule.partition("/")[0]].max
     if recipe.scaling_factor_compute_algo is None:
-        fresh = (torch.full_like(amax, fp8_max) / amax * 2.0**-recipe.margin).clamp(max=kernels.FLT_MAX)
+        fresh = (torch.full_like(amax, fp8_max) / amax * 2.0**-recipe.margin).clamp(max=formats.elements.FLT_MAX)
         valid = (amax > 0) & amax.isfinite()
     else:
         fresh = recipe.scaling_factor_compute_algo(amax, history.scale.clone(), fp8_max, recipe)

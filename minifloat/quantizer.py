@@ -104,6 +104,11 @@ class Quantizer:
         return self.row_format.quantized or self.format(COLUMNWISE).quantized
 
     @property
+    def given(self) -> Format | None:
+        """The format that is cast with a delayed scale, if one is."""
+        return next((fmt for fmt in (self.row_format, self.format(COLUMNWISE)) if fmt.scale_rule == "given"), None)
+
+    @property
     def chained(self) -> bool:
         """Whether the columnwise operand is cast from the rowwise one, in a second step."""
         return self.columnwise and self.columnwise_source == "rowwise_dequantized" and self.row_format.quantized

@@ -23,7 +23,8 @@ from minifloat.comm.collectives import (
     wait_tensor,
 )
 from minifloat.comm.group import Group, ShardMap, cached, unit_rows
-from minifloat.formats import COLUMNWISE, ROWWISE
+from minifloat.formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
+from minifloat.formats.elements import FLT_MAX
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import quantize
 from minifloat.ops.library import apart, directly
@@ -206,6 +207,24 @@ def reduce_amaxes(
     for (i, j), largest in zip(shared, all_reduce_max(list(shared.values()), group, in_place=in_place), strict=True):
         result[i][j] = largest
     return [tuple(levels) for levels in result]
+
+
+@torch.no_grad()
+def scale_of(
+    xs: Sequence[Tensor], quantizer: Quantizer, scale: Tensor, group: Group, margin: int = 0, *, keeps: bool = False
+) -> Tensor:
+    """Computes the delayed scale, fp32 [1], of tensors that share it: ``max * 2^-margin / amax``; a collective.
+
+    ``scale``: what it is where that is undefined, and with ``keeps`` also where no value saturates under it.
+    """
+    fmt = quantizer.given
+    if fmt is None:
+        return scale
+    amaxes = [levels[0] for levels in find_amaxes(xs, [Quantizer(Format(fmt.element))] * len(xs))]
+    (amax,) = all_reduce_max([torch.cat([amax for amax in amaxes if amax is not None]).amax(0, keepdim=True)], group)
+    largest = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0**-margin)
+    held = largest / scale * (1 + 2**-6) if keeps else 0  # a rounding above it is no saturation
+    return torch.where(amax.isfinite() & (amax > held), (largest / amax).clamp(max=FLT_MAX), scale)
 
 
 @cached

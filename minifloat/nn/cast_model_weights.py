@@ -18,7 +18,6 @@ from minifloat.functional.quantize import FORWARD_SLOTS, LinearConfig
 from minifloat.nn.grouped_linear import GroupedLinear
 from minifloat.nn.linear_call import recipe_in_force
 from minifloat.nn.linear_state import CachedWeight, LinearState
-from minifloat.nn.quantized_parameters import given_format
 from minifloat.operand import Quantized
 from minifloat.ops import delayed
 from minifloat.quantizer import DTYPES, Quantizer, cast_all
@@ -69,7 +68,7 @@ class _Weight:
         columnwise = torch.is_grad_enabled() and config.backward_override is None
         self.quantizer = config.weight.with_usage(columnwise=columnwise)
         self.history: History | None = None
-        if config.delayed is not None and given_format(self.quantizer) is not None:
+        if config.delayed is not None and self.quantizer.given is not None:
             self.history = layer.forward_scaling.history(config.delayed, True, False)
 
     def keep(self, cached: CachedWeight | None) -> None:

@@ -33,7 +33,6 @@ from minifloat.nn.linear_state import reusable_operands
 from minifloat.nn.options import InitMethod, one_dtype
 from minifloat.nn.quantized_parameters import (
     bind_scales,
-    given_format,
     parameter_init,
     quantize_weights,
     quantized_rows,
@@ -256,7 +255,7 @@ class GroupedLinear(ExpertParameters):
 
     def _follow_own_scale(self, weight: QuantizedTensor, delayed_call: DelayedCall | None, operands: Quantized) -> None:
         rows = [*quantized_rows(self).values()] or [weight]
-        if delayed_call is None or given_format(weight.quantizer) is None:
+        if delayed_call is None or weight.quantizer.given is None:
             return
         amaxes = [own._operands.any.amax for own in rows]
         record_groups(delayed_call, "weight", [torch.cat([amax.flatten() for amax in amaxes if amax is not None])])

@@ -13,16 +13,14 @@ from torch import Tensor, nn
 
 from minifloat.arguments import checked
 from minifloat.autocast import get_default_recipe
-from minifloat.comm.collectives import all_reduce_max
 from minifloat.comm.dtensor_ddp import local_part, local_rows
 from minifloat.comm.group import Group
+from minifloat.comm.sharded_cast import scale_of
 from minifloat.delayed import AmaxHistory
-from minifloat.formats import COLUMNWISE, ELEMENTS, Format
 from minifloat.functional.quantize import FORWARD_SLOTS, LinearConfig
 from minifloat.nn.options import replace
 from minifloat.nn.tensor_parallel import EtpModule
-from minifloat.ops.delayed import FLT_MAX
-from minifloat.quantizer import DTYPES, Quantizer, find_amaxes
+from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.recipe import OwnRecipe, Recipe, RecipeLike, as_recipe
 from minifloat.tensor import QuantizedTensor, quantize
 
@@ -92,7 +90,7 @@ def quantized_model_init(
     A weight has the formats that ``recipe`` gives weights. Called without a recipe, the layer uses the dequantized
     weight; under another recipe, the GEMM reads the codes if the formats can be multiplied, otherwise a new cast of the
     values. Biases, and modules whose recipe is ``"none"``, stay in high precision. Under delayed scaling a weight is
-    initialized and loaded with the scale of its values, and written with the layer's delayed scale.
+    initialized and loaded with the scale of its values, and written with the layer's delayed scale, if that holds them.
 
     Args:
         enabled: False makes high-precision parameters, inside of another such context too.
@@ -150,8 +148,8 @@ def quantized_weight(
     if values.dtype not in DTYPES:
         raise ValueError(f"a weight of {values.dtype} cannot be kept quantized; use params_dtype=torch.bfloat16 or so")
     scale = None
-    if (fmt := given_format(quantizer)) is not None:
-        set_scale(scale := weight_scale(layer, name), [values], fmt, layer._weight_margin)
+    if quantizer.given is not None:
+        set_scale(scale := weight_scale(layer, name), [values], quantizer, layer._weight_margin)
     parameter = nn.Parameter(quantize(values, quantizer, scale=scale), requires_grad=values.requires_grad)
     if preserve and isinstance(parameter, QuantizedTensor) and not values.is_meta:
         parameter.set_high_precision_init_val(values)
@@ -198,12 +196,11 @@ def bind_scale(
     Writes of an optimizer then use the scale that earlier amaxes gave, though no forward casts the weight.
     ``amax_group``: the ranks that have the other rows of the values.
     """
-    fmt = given_format(weight.quantizer)
-    if fmt is None or "forward_scaling" not in layer._modules:
+    if weight.quantizer.given is None or "forward_scaling" not in layer._modules:
         return
     weight.scale = weight_scale(layer, name)
     if values:
-        set_scale(weight.scale, values, fmt, layer._weight_margin, amax_group)
+        set_scale(weight.scale, values, weight.quantizer, layer._weight_margin, amax_group)
 
 
 def bind_scales(layer: QuantizedWeights) -> None:
@@ -217,7 +214,7 @@ def load_scales(layer: QuantizedWeights, state_dict: dict[str, Any], prefix: str
 
     Codes that are copied as they are need it too: the next write to the weight casts with it.
     """
-    rows = {name: own for name, own in quantized_rows(layer).items() if given_format(own.quantizer) is not None}
+    rows = {name: own for name, own in quantized_rows(layer).items() if own.quantizer.given is not None}
     if not rows or "forward_scaling" not in layer._modules:
         return
     has_scale, fitting = f"{prefix}forward_scaling.scale" in state_dict, layer._fitting_weights(state_dict, prefix)
@@ -240,29 +237,14 @@ def load_scales(layer: QuantizedWeights, state_dict: dict[str, Any], prefix: str
                 bind_scale(layer, name, own, all_values, amax_group)
 
 
-def given_format(quantizer: Quantizer) -> Format | None:
-    """Returns the format that is cast with a delayed scale, if one is."""
-    formats = (quantizer.row_format, quantizer.format(COLUMNWISE))
-    return next((fmt for fmt in formats if fmt.scale_rule == "given"), None)
-
-
 @torch.no_grad()
 def set_scale(
-    scale: Tensor, values: Sequence[Tensor], fmt: Format, margin: int, amax_group: dist.ProcessGroup | None = None
-) -> None:
-    """Sets a delayed scale, fp32 [1], to that of ``values``: ``max * 2^-margin / amax``; kept where that is undefined.
-
-    ``values``: tensors that share the scale, quantized or not; ``amax_group``: the ranks that have the rest of them, a
-    collective then.
-    """
+    scale: Tensor, values: Sequence[Tensor], quantizer: Quantizer, margin: int,
+    amax_group: dist.ProcessGroup | None = None,
+) -> None:  # fmt: skip
+    """Sets a delayed scale to that of ``values``, quantized or not: :func:`~minifloat.comm.sharded_cast.scale_of`."""
     plain = [each.dequantize() if isinstance(each, QuantizedTensor) else each for each in values]
-    amaxes = [levels[0] for levels in find_amaxes(plain, [Quantizer(Format(fmt.element))] * len(plain))]
-    amax = torch.cat([level for level in amaxes if level is not None]).amax(0, keepdim=True)
-    if amax_group is not None:
-        (amax,) = all_reduce_max([amax], Group.of(amax_group))
-    largest = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0**-margin)
-    fresh = (largest / amax).clamp(max=FLT_MAX)
-    scale.copy_(torch.where(amax.isfinite() & (amax > 0), fresh, scale))
+    scale.copy_(scale_of(plain, quantizer, scale, Group.of(amax_group), margin))
 
 
 @torch.no_grad()

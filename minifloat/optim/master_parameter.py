@@ -126,9 +126,9 @@ class Master:
         # Known through its reciprocal, to an ulp or two: what either neighbour rounds to is taken for the same code.
         same = torch.zeros_like(now, dtype=torch.bool)
         for factor in (1 - 2**-22, 1.0, 1 + 2**-22):
-            rounded = held.clone()
-            rounded.scale = scale * factor  # type: ignore[attr-defined]
-            same |= (_exact(rounded.copy_(values)) - now).abs() <= now.abs() * 2**-18
+            rounded: Any = held.clone()
+            rounded.scale = scale * factor
+            same |= (_exact(rounded.quantize_(values)) - now).abs() <= now.abs() * 2**-18
         return same
 
     def is_written(self) -> bool:
@@ -192,11 +192,10 @@ def write(masters: Sequence[Master], skipped: Tensor | None = None) -> None:
 
 def _scale_of_codes(t: Tensor) -> Tensor | None:
     """Returns the delayed scale that ``t`` was cast with, not its ``scale`` of now; None in other formats."""
-    operands = t._operands if isinstance(t, QuantizedTensor) else ()
-    for operand in operands:
-        if operand is not None and operand.format.scale_rule == "given" and operand.scale_inv is not None:
-            return operand.scale_inv.reciprocal()
-    return None
+    held = t._operands.any if isinstance(t, QuantizedTensor) else None
+    if held is None or held.format.scale_rule != "given" or held.scale_inv is None:
+        return None
+    return held.scale_inv.reciprocal()
 
 
 def _exact(t: Tensor) -> Tensor:

@@ -197,9 +197,10 @@ def _synchronize(
     _broadcast(buffers, group)
     for parameter, codes, initial in quantized:
         assert isinstance(codes, QuantizedTensor)
-        held = codes.__tensor_flatten__()[0]
-        _broadcast((getattr(codes, name) for name in held if name != "scale"), group)
+        _broadcast((getattr(codes, name) for name in codes.__tensor_flatten__()[0]), group)
         parameter.copy_(codes)
+        if parameter.scale is not None and codes.scale is not None:
+            parameter.scale.copy_(codes.scale)  # which what DDP wrote may have changed
         if initial is not None:
             values = initial.to(parameter.device)
             _broadcast([values], group)

@@ -277,7 +277,7 @@ class CustomRecipe(Recipe):
                 f"qfactory returned {answer!r} for {role}; return a Quantizer, a DelayedScalingRequest, "
                 "or Quantizer.identity() for high precision"
             )
-        if any(fmt.scale_rule == "given" for fmt in (answer.row_format, answer.format(COLUMNWISE))):
+        if answer.given is not None:
             raise ValueError(
                 f"qfactory returned a quantizer of a given scale for {role}; return DelayedScalingRequest()"
             )

@@ -77,12 +77,7 @@ class Float8RowwiseScaling(Recipe):
     backward_override: BackwardOverride = None
     amax_epsilon: NonNegativeFloat = 0.0
     pairs = (("FP8 rowwise", Format(amax_per_row=True), Format(amax_per_row=True)),)
-
-    @property
-    def fp8_quant_fwd_inp(self) -> QParams:
-        return QParams(power_2_scale=self.use_power_2_scales, amax_epsilon=self.amax_epsilon)
-
-    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+    fp8_quant_fwd_inp = fp8_quant_fwd_weight = fp8_quant_bwd_grad = Float8CurrentScaling.fp8_quant_fwd_inp
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         rule = "pow2" if self.use_power_2_scales else "fp32"

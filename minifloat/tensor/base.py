@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from minifloat.comm.group import Group, group_of_name
-from minifloat.comm.sharded_cast import reduce_amaxes
+from minifloat.comm.sharded_cast import reduce_amaxes, scale_of
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Quantized
 from minifloat.quantizer import DTYPES, Amaxes, Quantizer, cast_all, find_amaxes
@@ -332,6 +332,7 @@ def quantize_all_(
     *,
     amaxes: Sequence[Amaxes | None] | None = None,
     noop_flag: Tensor | None = None,
+    fits: bool = False,
 ) -> None:
     """Quantizes each source into the memory of its target, all of them in one launch a phase.
 
@@ -344,6 +345,7 @@ def quantize_all_(
         sources: of the targets' shapes, fp32, bf16, fp16 or quantized, on any device.
         amaxes: synchronized amaxes to cast with instead, as in :func:`quantize`; None for a target's own.
         noop_flag: fp32 [1] on the targets' device, read there: where it is not 0, codes and scales stay as they are.
+        fits: a delayed scale under which values would saturate becomes the largest that holds them, as in ``copy_``.
 
     Raises:
         ValueError: the lists differ in length, a source has another shape than its target, or delayed scaling has no
@@ -359,7 +361,7 @@ def quantize_all_(
                 + f" (number {i} of {len(targets)})" * (len(targets) > 1)
             )
     with torch.no_grad():
-        assign_all(targets, sources, amaxes, noop_flag)
+        assign_all(targets, sources, amaxes, noop_flag, fits)
     count_writes(targets)
 
 
@@ -368,6 +370,7 @@ def assign_all(
     sources: Sequence[Tensor],
     amaxes: Sequence[Amaxes | None] | None = None,
     noop_flag: Tensor | None = None,
+    fits: bool = False,
 ) -> None:
     """Quantizes sources that broadcast, as :func:`quantize_all_`, with versions left to the caller."""
     pairs = list(zip(targets, sources, strict=True))
@@ -377,11 +380,17 @@ def assign_all(
     written = [targets[i] for i in missing]
     xs = [target._as_matrix(value) for target, value in zip(written, values, strict=True)]
     scales, groups = [target.scale for target in written], [target.amax_group for target in written]
+    for i, (x, scale) in enumerate(zip(xs, scales, strict=True)):
+        if fits and scale is not None:
+            scales[i] = scale_of([x], written[i].quantizer, scale, Group.of(groups[i]), keeps=True)
     known = [None if amaxes is None else amaxes[i] for i in missing]
     fresh = iter(cast(xs, [target.quantizer for target in written], scales, groups, known, noop_flag))
     for (target, source), operands in zip(pairs, ready, strict=True):
         target._store(next(fresh) if operands is None else operands, noop_flag)
         target.source_version = version_of(source) if noop_flag is None else None  # the device knows whether
+    for target, scale in zip(written, scales, strict=True):
+        if fits and target.scale is not None and scale is not None:
+            target.scale.copy_(scale)
 
 
 def cast(

@@ -133,6 +133,8 @@ def _keeps_form(t: QuantizedTensor, kwargs: dict[str, Any]) -> bool:
 
 # ---- writes: into the same memory ----
 
+_INITIAL = (torch.ops.aten.fill_, torch.ops.aten.normal_, torch.ops.aten.uniform_)
+
 
 @_handles(
     WRITES,
@@ -151,7 +153,9 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     func(*tree_map_only(QuantizedTensor, value, args), **tree_map_only(QuantizedTensor, value, kwargs))
     written = {id(t): t for t in written_by(func, args, kwargs) if isinstance(t, QuantizedTensor)}
-    assign_all(list(written.values()), [values[each] for each in written])
+    gain = args[1] if func.overloadpacket is torch.ops.aten.mul_ else 0
+    initial = func.overloadpacket in _INITIAL or (isinstance(gain, float | int) and abs(gain) > 1)  # of orthogonal_
+    assign_all(list(written.values()), [values[each] for each in written], fits=initial)
     for t in written.values():
         t.source_version = None
     if not isinstance(args[0], Tensor):
@@ -173,7 +177,7 @@ def _average(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_handles(WRITES, "copy_")
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    assign_all([args[0]], [args[1]])
+    assign_all([args[0]], [args[1]], fits=True)
     return args[0]
 
 
@@ -181,7 +185,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     pairs = list(zip(*args[:2], strict=True))
     quantized = [(target, source) for target, source in pairs if isinstance(target, QuantizedTensor)]
-    assign_all([target for target, _ in quantized], [source for _, source in quantized])
+    assign_all([target for target, _ in quantized], [source for _, source in quantized], fits=True)
     count_writes([target for target, _ in quantized])
     for target, source in pairs:
         if not isinstance(target, QuantizedTensor):

@@ -81,7 +81,7 @@ class QuantizedTensor(CodedTensor):
 
     Attributes:
         quantizer: what it was and will be quantized with; its usage is that of the operands.
-        scale: fp32 [1], what delayed scaling casts with the next time; else None.
+        scale: fp32 [1], what delayed scaling casts with the next time; else None. Copies of larger values change it.
         amax_group: the ranks that it reduces its amax over, or None; set to a process group, or one dim of a mesh. Kept
             by its name, which copies have too and pickles have not.
         source_version: the version of the tensor that it was last quantized from, where that is known.
@@ -203,7 +203,7 @@ class QuantizedTensor(CodedTensor):
             torch.Tensor.data.__set__(self, typed)  # type: ignore[attr-defined]
             self._operands = typed._operands
             return
-        self.quantize_(values)
+        quantize_all_([self], [values], fits=True)
         if rounds:
             warnings.warn(
                 f"{self._whose} rounds what is assigned to its data: of a small change all below half a step is lost",
@@ -257,9 +257,9 @@ class QuantizedTensor(CodedTensor):
         return quantize(zeros, self.quantizer, scale=self._scale_on(device))
 
     def _scale_on(self, device: Any) -> Tensor | None:
-        """Copies the delayed scale to another device; one that has no value yet becomes 1, as in a new history."""
+        """Copies the delayed scale to a device; one that has no value yet becomes 1, as in a new history."""
         if self.scale is None or not self.scale.is_meta:
-            return None if self.scale is None else self.scale.to(device)
+            return None if self.scale is None else self.scale.to(device, copy=True)
         return torch.ones_like(self.scale, device=device)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:

@@ -718,6 +718,126 @@ def test_a_write_between_forward_and_backward_is_noticed(name: str, write: str) 
     assert x.grad is not None
 
 
+# ---- writes of larger values under delayed scaling ----
+
+
+def _assign(layer: Linear, new: Tensor) -> None:
+    with pytest.warns(UserWarning, match="rounds what is assigned"):
+        layer.weight.data = new
+
+
+COPIES_OF_VALUES: dict[str, Callable[[Linear, Tensor], Any]] = {
+    "copy_": lambda layer, new: layer.weight.copy_(new),
+    "data": lambda layer, new: layer.weight.data.copy_(new),
+    "assigned": _assign,
+    "index": lambda layer, new: layer.weight.__setitem__(slice(None), new),
+    "view": lambda layer, new: layer.weight.view(-1).copy_(new.view(-1)),
+    "transposed": lambda layer, new: layer.weight.t().copy_(new.t()),
+    "foreach": lambda layer, new: torch._foreach_copy_([layer.weight], [new]),
+    "other codes": lambda layer, new: layer.weight.copy_(cast(new, RECIPES["mxfp8"])),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", COPIES_OF_VALUES)
+def test_a_copy_of_larger_values_takes_their_scale(way: str) -> None:
+    """They saturated, by 74 % of those of ``orthogonal_``; smaller ones leave the scale as it is."""
+    layer, new = quantized_linear(DELAYED), 50 * torch.randn(OUT, IN)
+    held = qweight(layer).scale
+    COPIES_OF_VALUES[way](layer, new)
+    if way == "other codes":
+        new = values(cast(new, RECIPES["mxfp8"]))
+    assert qweight(layer).scale is held and torch.equal(layer.forward_scaling.scale[1:2], scale_of(new))
+    assert torch.equal(values(layer.weight), values(cast(new, DELAYED)))
+    COPIES_OF_VALUES[way](layer, new / 3)
+    assert torch.equal(layer.forward_scaling.scale[1:2], scale_of(new))
+    layer.weight.copy_(values(layer.weight) * 0 + 448 / scale_of(new))  # what codes stand for may be an ulp above
+    assert torch.equal(layer.forward_scaling.scale[1:2], scale_of(new))
+
+
+INITS: dict[str, Callable[[Tensor], Any]] = {
+    "normal_": lambda w: nn.init.normal_(w, std=7.0),
+    "uniform_": lambda w: nn.init.uniform_(w, -9.0, 0.5),
+    "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w, a=0.0, nonlinearity="selu"),
+    "xavier_normal_": lambda w: nn.init.xavier_normal_(w, gain=20.0),
+    "constant_": lambda w: nn.init.constant_(w, -7.0),
+    "sparse_": lambda w: nn.init.sparse_(w, 0.5, std=3.0),
+}
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_initializations_do_not_saturate(name: str) -> None:
+    layer, plain = quantized_linear(DELAYED), torch.empty(OUT, IN)
+    for weight in (layer.weight, plain):
+        torch.manual_seed(1)
+        INITS[name](weight)
+    error = (values(layer.weight) - plain).abs()
+    assert bool((error <= 2**-4 * plain.abs() + 2**-9 * plain.abs().max()).all())
+    assert torch.equal(layer.forward_scaling.scale[1:2], scale_of(plain))
+
+
+def test_orthogonal_initialization() -> None:
+    """It draws in ``new_empty``, and multiplies by the gain in place."""
+    with quantized_model_init(recipe=DELAYED):
+        layer = Linear(OUT, IN, bias=False, recipe=DELAYED)
+    nn.init.orthogonal_(layer.weight, gain=3.0)
+    w = values(layer.weight)  # type: ignore[arg-type]
+    torch.testing.assert_close(w.t() @ w / 9, torch.eye(OUT), rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
+def test_arithmetic_keeps_the_delayed_scale() -> None:
+    """That of optimizers, on whose scale ranks agree; and so does what they write by ``quantize_``."""
+    layer = quantized_linear(DELAYED)
+    before = layer.forward_scaling.scale.clone()
+    layer.weight.add_(1.0).mul_(0.5).addcmul_(torch.ones(OUT, IN), torch.full((OUT, IN), 9.0))
+    qweight(layer).quantize_(50 * torch.randn(OUT, IN))
+    assert torch.equal(layer.forward_scaling.scale, before)
+
+
+@torch.no_grad()
+def test_rows_of_larger_values_are_refused_where_the_rest_would_change() -> None:
+    layer = quantized_linear(DELAYED)
+    before = [layer.forward_scaling.scale.clone(), values(layer.weight)]
+    with pytest.raises(NotImplementedError, match=r"share its scale.*whole\[rows\] = values"):
+        layer.weight[:8].copy_(torch.full((8, IN), 9.0))
+    assert_same(before, [layer.forward_scaling.scale, values(layer.weight)])
+    layer.weight.zero_()
+    layer.weight[:8].copy_(torch.full((8, IN), 9.0))
+    assert layer.weight[:8].dequantize().unique().item() == pytest.approx(9.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", ["new_zeros", "new_empty", "clone", "deepcopy"])
+def test_tensors_made_of_a_weight_leave_its_scale(make: str) -> None:
+    layer, new = quantized_linear(DELAYED), 50 * torch.randn(OUT, IN)
+    weight, before = qweight(layer).detach(), layer.forward_scaling.scale.clone()
+    made = (
+        getattr(weight, make)(OUT, IN)
+        if make.startswith("new")
+        else {"clone": torch.clone}.get(make, copy.deepcopy)(weight)
+    )
+    made[:].copy_(new)
+    assert torch.equal(made.dequantize(), values(cast(new, DELAYED))) and torch.equal(
+        layer.forward_scaling.scale, before
+    )
+
+
+@torch.no_grad()
+def test_parts_that_share_a_scale() -> None:
+    """A part of larger values moves the scale; the codes of the other keep that with which they were cast."""
+    with quantized_model_init(recipe=DELAYED):
+        layer = Linear(IN, 2 * OUT, bias=False, recipe=DELAYED, parameters_split=("first", "second"))
+    first, second, new = layer.first_weight, layer.second_weight, 50 * torch.randn(OUT, IN)
+    before = values(second)  # type: ignore[arg-type]
+    first.copy_(new)
+    assert torch.equal(values(first), values(cast(new, DELAYED))) and torch.equal(values(second), before)  # type: ignore[arg-type]
+    x = torch.randn(5, IN)
+    y = layer(x)
+    whole = torch.cat([values(first), before])  # type: ignore[arg-type]
+    torch.testing.assert_close(y, x @ whole.t(), rtol=0.1, atol=40.0)
+
+
 @pytest.mark.parametrize("values", [[1.0], None, torch.ones(16, 16, dtype=torch.int32)])
 def test_data_that_is_no_tensor_of_values_is_refused(values: Any) -> None:
     with quantized_model_init(recipe="current"):

@@ -126,6 +126,16 @@ def test_other_buffers(worker_pool: Pools) -> None:
     assert not torch.equal(scale, other_scale)
 
 
+@on_ranks(2)
+def test_delayed_scales_stay(rank: int, size: int) -> None:
+    """Though DDP writes the values of codes that were cast under a smaller scale."""
+    with minifloat.quantized_model_init(recipe="delayed"):
+        layer = minifloat.Linear(8, 8, recipe="delayed")
+    layer.forward_scaling.scale.fill_(2.0**14 + rank)
+    data_parallel(layer)
+    assert layer.forward_scaling.scale.tolist() == [2.0**14] * 3
+
+
 # ---- what is refused, and the way out ----
 
 

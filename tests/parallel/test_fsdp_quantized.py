@@ -145,3 +145,29 @@ def with_remainder(rank: int, size: int) -> None:
 def test_no_remainder(worker_pool: Pools) -> None:
     with pytest.raises(ValueError, match=r"sharded parameters, as one of shape \(12, 8\) is: use master='fp32'"):
         worker_pool(2).run(with_remainder)
+
+
+@on_ranks(2)
+def test_copies_of_larger_values(rank: int, size: int) -> list[str]:
+    """Ranks agree on the delayed scale of what is copied, if that would saturate; what differs from the plain model."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        with minifloat.quantized_model_init(recipe="delayed"):
+            models.append(minifloat.Linear(24, 40, bias=False, recipe="delayed"))
+    plain, sharded = models
+    fully_shard(sharded, mesh=mesh_of(size))
+    local, wrong = sharded.weight._local_tensor, []
+    for factor in (50.0, 2.0, 90.0):
+        new = factor * torch.randn(40, 24, generator=torch.Generator().manual_seed(1))
+        new[-1] *= 3  # the largest is the last rank's
+        with torch.no_grad():
+            plain.weight.copy_(new)
+            local.copy_(new[20 * rank : 20 * rank + 20])
+        if not torch.equal(plain.forward_scaling.scale, sharded.forward_scaling.scale):
+            wrong.append(f"{factor}: scale {sharded.forward_scaling.scale}, not {plain.forward_scaling.scale}")
+        y = [model(torch.ones(3, 24)) for model in models]
+        sharded.reshard()
+        if not torch.equal(*y) or not torch.equal(local.dequantize(), plain.weight.dequantize()[20 * rank :][:20]):  # type: ignore[operator]
+            wrong.append(f"{factor}: values")
+    return wrong

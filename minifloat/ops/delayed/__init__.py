@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from minifloat.formats import ELEMENTS
+from minifloat.formats.elements import FLT_MAX
 from minifloat.ops import quantize
 from minifloat.ops.library import Operation, operation
-
-FLT_MAX = torch.finfo(torch.float32).max
 
 
 class Rule(NamedTuple):

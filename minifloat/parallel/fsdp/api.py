@@ -248,7 +248,8 @@ def _gather_quantized(
     rows.scale, rows.amax_group = full.scale, ranks.process_group if ranks.size > 1 else None
     if initial is not None:
         rows.set_high_precision_init_val(initial[shards.first(ranks.rank) : shards.end(ranks.rank)])
-    hooks.set_local_rows(param, rows)
+    param.sharded_param._local_tensor = rows
+    param._sharded_param_data = rows.new_empty(0, dtype=torch.uint8)  # frees the shard that FSDP2 has made
     ShardedWeight(layer, rows.quantizer, None, params, group)
 
 

@@ -271,12 +271,6 @@ def shards_of(param: Any) -> tuple[ShardMap, Group]:
     return ShardMap.chunks(param._orig_size[0], group.size), group
 
 
-def set_local_rows(param: Any, rows: Tensor) -> None:
-    """Replaces this rank's rows [m, K] of the sharded parameter."""
-    param.sharded_param._local_tensor = rows
-    param._sharded_param_data = rows.new_empty(0, dtype=torch.uint8)  # frees the shard that FSDP2 has made
-
-
 # ---- memory ----
 
 
