@@ -3,7 +3,7 @@
 Inside of :func:`checkpoint`, or of PyTorch's with :func:`checkpoint_context_fn`, a :class:`Tape` records the recipe and
 scales of every linear and how sharded modules communicate; a recomputation reads it, under the forward's ``autocast``.
 Without a tape a forward with gradients inside of a backward is taken for a recomputation: exact for a layer with its
-own recipe, but for delayed scaling. What cannot be known then raises: see ``_check_untaped``. Compiled graphs recompute
+own recipe, but for delayed scaling. What cannot be known then raises: see ``_check_recipe``. Compiled graphs recompute
 operations, not modules: nothing here reaches them.
 """
 
@@ -69,15 +69,13 @@ class Step(NamedTuple):
 class Tape:
     """Steps of one checkpointed region in their order, and what surrounds it.
 
-    ``exchanges``: how its sharded modules communicate. ``untaped``: it is inside of a checkpoint of PyTorch that has no
-    tape, whose recomputation would make another one.
+    ``exchanges``: how its sharded modules communicate.
     """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.exchanges: dict[Any, Any] = {}
         self.contexts: list[autocast] = surrounding_contexts()
-        self.untaped = _in_untaped_checkpoint()
 
 
 class _Forward(AbstractContextManager[None]):
@@ -87,7 +85,6 @@ class _Forward(AbstractContextManager[None]):
         self.tape = tape
 
     def __enter__(self) -> None:
-        self.hook = _hook()
         _local.regions.append(self)
         _count_regions(1)
 
@@ -202,10 +199,7 @@ def replayed_scale(layer: Layer, recipe: Recipe | None, scale: Tensor | None) ->
     step = None if replay is None else next(replay.steps, None)
     if replay is not None:
         replay.step = step
-    if step is None:
-        _check_untaped(layer, recipe, scale)
-    elif step.recipe != recipe:
-        raise _different(layer, step.recipe, recipe)
+    _check_recipe(layer, recipe, scale, step)
     if tapes:
         step = step or Step(recipe, None if scale is None else scale.clone())
         for tape in tapes:
@@ -253,7 +247,7 @@ def exchange_of(module: Sharded[P_co]) -> P_co:
 
 def hooks_read() -> bool:
     """Whether hooks copy tensors when autograd saves them: ``save_on_cpu`` does, a checkpoint does not."""
-    return _hook() is not None and not _in_checkpoint()
+    return _top_hooks(True) is not None and not _in_checkpoint()
 
 
 def _surroundings() -> tuple[_Recomputation | None, list[Tape]]:
@@ -266,52 +260,34 @@ def _surroundings() -> tuple[_Recomputation | None, list[Tape]]:
     return None, tapes
 
 
-def _check_untaped(layer: Layer, recipe: Recipe | None, scale: Tensor | None) -> None:
-    """Raises in a recomputation without a tape, whose recipe or delayed scales may be other than in its forward.
+def _check_recipe(layer: Layer, recipe: Recipe | None, scale: Tensor | None, step: Step | None) -> None:
+    """Raises if this may be a recomputation whose recipe or, without a tape, delayed scales are not the forward's.
 
     A forward without gradients may be that of a reentrant checkpoint, one under hooks that of the other: recipes of
-    both are remembered. Delayed scaling raises as soon as PyTorch's checkpoint is seen.
+    both are remembered. Delayed scaling raises as soon as PyTorch's checkpoint alone is seen.
     """
     grad, in_backward = torch.is_grad_enabled(), _graph_task() != -1
-    if in_backward and grad:
-        for before in layer._ran_under:
-            if before != recipe:
-                raise _different(layer, before, recipe)
+    before: tuple[Recipe | None, ...] = ()
+    if step is not None:
+        before = (step.recipe,)
+    elif in_backward and grad:
+        before = layer._ran_under
     elif recipe not in layer._ran_under:
         layer._ran_under = (*layer._ran_under[:1], recipe)
-    if scale is not None and grad and (in_backward or _in_untaped_checkpoint()):
+    untaped = grad and (in_backward or (_in_checkpoint() and not _local.regions))
+    if any(each != recipe for each in before) or (step is None and scale is not None and untaped):
+        name = "no recipe" if recipe is None else type(recipe).__name__
         raise RuntimeError(
-            f"{layer._label} has delayed scaling and runs {'inside of a backward' if in_backward else 'in'} "
-            f"{'(' * in_backward}torch.utils.checkpoint{')' * in_backward}, which does not bring the scales of its "
-            f"forward back; {_USE}"
+            f"{layer._label} runs under {name} inside of {'a backward' if in_backward else 'torch.utils.checkpoint'}, "
+            "and torch.utils.checkpoint brings back neither the recipe nor the delayed scales that it ran under in "
+            f"forward; {_USE}"
         )
-
-
-def _different(layer: Layer, first: Recipe | None, now: Recipe | None) -> RuntimeError:
-    before, after = ("no recipe" if each is None else type(each).__name__ for each in (first, now))
-    return RuntimeError(
-        f"{layer._label} ran under {before} and is recomputed under {after}: torch.utils.checkpoint does "
-        f"not bring autocast back; {_USE}"
-    )
-
-
-def _hook() -> Any:
-    """Returns what the innermost saved-tensor hooks call with a tensor; None without any."""
-    hooks = _top_hooks(True)
-    return None if hooks is None else hooks[0]
 
 
 def _in_checkpoint() -> bool:
     """Whether the innermost saved-tensor hooks are those of PyTorch's checkpoint without reentrance."""
-    return getattr(_hook(), "__module__", None) == torch_checkpoint.__name__
-
-
-def _in_untaped_checkpoint() -> bool:
-    """Whether the innermost hooks are a checkpoint's without a tape, or the innermost region is inside of one."""
-    region = _local.regions[-1] if _local.regions else None
-    if region is None:
-        return _in_checkpoint()
-    return region.tape.untaped or (_in_checkpoint() and _hook() is not region.hook)
+    hooks = _top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__
 
 
 def _count_regions(number: int) -> None:
