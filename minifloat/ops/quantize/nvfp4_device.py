@@ -157,14 +157,6 @@ def _nearest(x):
 
 
 @triton.jit
-def _decode(x, rounded):
-    """The value of the code of ``x`` that :func:`_nearest` found: on the largest of three lines."""
-    code = rounded - _INTEGERS
-    magnitude = tl.maximum(tl.maximum(code * 0.5, code - 2.0), code * 2.0 - 8.0)
-    return tl.where(_sign(x) != 0, -magnitude, magnitude)
-
-
-@triton.jit
 def _stochastic(x, bits):
     """The code 0..7 of the magnitude, up with the probability of the remainder: ``bits`` is a random byte."""
     a = tl.abs(x)
@@ -278,9 +270,11 @@ def _attempt(values, wanted, scale, amax, FORMAT: tl.constexpr):
     total = tl.zeros(wanted.shape, tl.float32)
     for i in tl.static_range(GROUP):
         scaled = values[i] * multiplier
-        nearest = _nearest(scaled)
-        codes = append(codes, (nearest.to(tl.int32, bitcast=True) & 7) | _sign(scaled))
-        value = _decode(scaled, nearest) * scales.to(tl.float32) * amax
+        nearest, sign = _nearest(scaled), _sign(scaled)
+        codes = append(codes, (nearest.to(tl.int32, bitcast=True) & 7) | sign)
+        code = nearest - _INTEGERS
+        magnitude = tl.maximum(tl.maximum(code * 0.5, code - 2.0), code * 2.0 - 8.0)  # on the largest of three lines
+        value = tl.where(sign != 0, -magnitude, magnitude) * scales.to(tl.float32) * amax
         error = tl.div_rn(value, whole) - values[i]
         total += tl.abs(error) if FORMAT.rounding == "four_over_six_mae" else error * error
     return _pack(codes), scales.to(tl.uint8, bitcast=True), total
