@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifloat import formats
 from minifloat.arguments import label_of, shown
 from minifloat.comm import dtensor_ddp
 from minifloat.comm.collectives import all_reduce_max
@@ -44,8 +43,7 @@ class History(NamedTuple):
     """One direction of one layer: scales fp32 [n], amaxes fp32 [L, n], and the rule from these to those.
 
     Row 0 is of the step in progress, the last row of the newest finished one.
-    ``rule``: one of ``DelayedScaling.rules``; ``recipe``: for algorithms of the user's own; ``share``: of experts that
-    ranks share out.
+    ``rule``: one of ``DelayedScaling.rules``; ``recipe``: it; ``share``: of experts that ranks share out.
     """
 
     scale: Tensor
@@ -120,47 +118,9 @@ def update(histories: Sequence[History], group: Group | None = None) -> None:
     """Reduces the newest amaxes over a group, rolls the histories and computes the next scales."""
     if group is not None:
         reduce(histories, group)
-    amaxes, scales, rules = [], [], []
-    for history in histories:
-        if history.rule.endswith("/custom"):
-            _update_by_callables(history)
-        else:
-            amaxes.append(history.amax_history)
-            scales.append(history.scale)
-            rules.append(history.rule)
-    if rules:
+    if histories:
+        amaxes, scales, rules = zip(*[(each.amax_history, each.scale, each.rule) for each in histories], strict=True)
         kernels.update_scales_(amaxes, scales, rules)
-
-
-@torch.no_grad()
-def _update_by_callables(history: History) -> None:
-    """Runs the user's own algorithms, numerics 1.1 "unfused": always rolls, also when nothing was recorded."""
-    recipe, amaxes = history.recipe, history.amax_history
-    if callable(recipe.amax_compute_algo):
-        amax = _values_of("amax_compute_algo", recipe.amax_compute_algo(amaxes), history)
-    else:
-        amax = amaxes[0].clone() if recipe.amax_compute_algo == "most_recent" else amaxes.amax(0)
-    fp8_max = formats.ELEMENTS[history.rule.partition("/")[0]].max
-    if recipe.scaling_factor_compute_algo is None:
-        fresh = (torch.full_like(amax, fp8_max) / amax * 2.0**-recipe.margin).clamp(max=formats.elements.FLT_MAX)
-        valid = (amax > 0) & amax.isfinite()
-    else:
-        fresh = recipe.scaling_factor_compute_algo(amax, history.scale.clone(), fp8_max, recipe)
-        fresh = _values_of("scaling_factor_compute_algo", fresh, history)
-        valid = (fresh > 0) & fresh.isfinite()  # the host does not wait to raise
-    amaxes.copy_(amaxes.roll(-1, 0))
-    amaxes[0] = 0
-    history.scale.copy_(torch.where(valid, fresh, history.scale))
-
-
-def _values_of(name: str, values: Any, history: History) -> Tensor:
-    """Checks what a callable of the user's gave; returns it in the dtype of scales."""
-    if not isinstance(values, Tensor) or values.shape != history.scale.shape:
-        raise ValueError(
-            f"DelayedScaling: {name} returned {shown(values)}; a tensor of shape {tuple(history.scale.shape)} is "
-            "needed, with a value for each tensor of the layer"
-        )
-    return values.to(history.scale)
 
 
 # ---- state ----

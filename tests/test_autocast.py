@@ -305,12 +305,8 @@ def batch(step: int, rows: int = 6, features: int = 16) -> Tensor:
         ({"margin": 2}, {}),
         ({"amax_history_len": 1}, {}),
         ({"amax_compute_algo": "most_recent"}, {"algo": "most_recent"}),
-        (
-            {"amax_compute_algo": lambda history: history.amax(0) * 2, "margin": 1},
-            {"algo": lambda history: history.max(0) * 2, "fused": False},
-        ),
     ],
-    ids=["max", "margin", "one step", "most recent", "callable"],
+    ids=["max", "margin", "one step", "most recent"],
 )
 def test_steps_of_two_layers(options: dict[str, Any], algorithm: dict[str, Any]) -> None:
     """Forward state after the region, backward state after backward, over more steps than the history is long."""
@@ -327,63 +323,6 @@ def test_steps_of_two_layers(options: dict[str, Any], algorithm: dict[str, Any])
         model.expect_backward()
         model.expect_update("backward", **algorithm)
         model.check()
-
-
-def test_scales_by_a_callable() -> None:
-    """The user's own scales, from the arguments that the recipe documents; the history rolls as ever."""
-    seen: list[tuple[list[float], list[float], float, DelayedScaling]] = []
-
-    def algorithm(amax: Tensor, scale: Tensor, fp8_max: float, recipe: DelayedScaling) -> Tensor:
-        seen.append((amax.tolist(), scale.tolist(), fp8_max, recipe))
-        return scale * 2
-
-    recipe = DelayedScaling(amax_history_len=LENGTH, scaling_factor_compute_algo=algorithm)
-    layer, state = Linear(16, 8), Expected(recipe)
-    for step in range(3):
-        x = batch(step).requires_grad_()
-        with autocast(recipe=recipe):
-            y = layer(x)
-        state.record_forward(x, layer.weight)
-        amax = state.history["forward"].max(0).tolist()
-        state.update("forward", fused=False)
-        np.testing.assert_array_equal(layer.forward_scaling.amax_history.numpy(), state.history["forward"])
-        assert layer.forward_scaling.scale.tolist() == [2.0 ** (step + 1)] * 3
-        assert seen[-1] == (amax, [2.0**step] * 3, FORWARD_MAX, recipe)
-        y.sum().backward()
-        assert layer.backward_scaling.scale.tolist() == [2.0 ** (step + 1)] * 2
-        assert seen[-1][2:] == (BACKWARD_MAX, recipe)
-
-
-@each_once
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
-@pytest.mark.parametrize("algorithm", ["amax_compute_algo", "scaling_factor_compute_algo"])
-def test_a_callable_that_gives_no_scale(algorithm: str, bad: float) -> None:
-    """Where it gives none the scale stays, as the built-in rule leaves it, and elsewhere it is taken."""
-
-    def compute(amax: Tensor, *others: object) -> Tensor:
-        values = torch.full((amax.shape[-1],), 4.0)
-        values[1] = bad
-        return values
-
-    layer = Linear(16, 8, recipe=DelayedScaling(amax_history_len=LENGTH, **{algorithm: compute}))  # type: ignore[arg-type]
-    layer(batch(0)).sum().backward()
-    for state, largest_code in ((layer.forward_scaling, FORWARD_MAX), (layer.backward_scaling, BACKWARD_MAX)):
-        first, second = state.scale.tolist()[:2]
-        assert second == 1.0 and first == (4.0 if algorithm == "scaling_factor_compute_algo" else largest_code / 4)
-        assert not state.amax_history[0].any()
-
-
-@each_once
-@pytest.mark.parametrize("answer", [torch.ones(1), torch.ones(()), torch.ones(4), torch.ones(1, 3), 1.0, None])
-@pytest.mark.parametrize("algorithm", ["amax_compute_algo", "scaling_factor_compute_algo"])
-def test_a_callable_that_gives_no_scales(algorithm: str, answer: Any) -> None:
-    """Another shape raises, and leaves the history as it was."""
-    recipe = DelayedScaling(amax_history_len=LENGTH, **{algorithm: lambda *given: answer})
-    layer = Linear(16, 8, recipe=recipe)
-    with pytest.raises(ValueError, match=rf"{algorithm} returned .*; a tensor of shape \(3,\) is needed"):
-        layer(batch(0))
-    assert layer.forward_scaling.scale.tolist() == [1.0] * 3
-    assert not layer.forward_scaling.amax_history[1:].any()
 
 
 Spy = dict[str, tuple[Operand, Operand]]
@@ -814,20 +753,18 @@ def test_the_latest_recipe_of_a_region_decides() -> None:
     assert layer.backward_scaling.scale[0] == 57344.0
 
 
-@pytest.mark.parametrize("algorithm", ["fused", "unfused"])
-def test_cached_weights_leave_their_slot(algorithm: str) -> None:
-    """A weight that is not quantized anew records nothing: fused keeps its history, unfused rolls a zero in."""
-    algo: Any = "max" if algorithm == "fused" else lambda history: history.amax(0)
-    recipe = DelayedScaling(amax_history_len=LENGTH, amax_compute_algo=algo)
+def test_cached_weights_leave_their_slot() -> None:
+    """A weight that is not quantized anew records nothing and keeps its history."""
+    recipe = DelayedScaling(amax_history_len=LENGTH)
     layer, state = Linear(16, 8), Expected(recipe)
     for step, first in enumerate((True, False, False, False, False, True, False)):
         x = batch(step)
         with autocast(recipe=recipe):
             layer(x, is_first_microbatch=first)
         state.record_forward(x, layer.weight if first else None)
-        state.update("forward", fused=algorithm == "fused")
+        state.update("forward")
         state.check(layer, "forward")
-        if step == 1 and algorithm == "fused":
+        if step == 1:
             assert layer.forward_scaling.amax_history[:, 1].tolist() == [0.0, 0.0, 0.0, float(largest(layer.weight))]
 
 

@@ -81,7 +81,8 @@ NAMES: dict[str, str] = {
         "fp8_gemm_dgrad fp8_gemm_wgrad nvfp4_4over6 nvfp4_4over6_e4m3_use_256 nvfp4_4over6_err_mode "
         "quantization_alignment tensor_type row_format columnwise_source logits target hidden weight t freqs "
         "quantizer shards group part x w dy out_dtype betas rows xs params "
-        "indices routing y score_function drop_policy groups etp_reduction layer layout blocks offsets"
+        "indices routing y score_function amax_compute_algo "
+        "drop_policy groups etp_reduction layer layout blocks offsets"
     ),
     "bool?": "quantize_weights bottom_right_diagonal enc_dec_bottom_right_diagonal",
     "size": (
@@ -109,13 +110,14 @@ NAMES: dict[str, str] = {
     "text": "module_type",
     "text?": "name",
     "callable": "qfactory optimizer_class function hook",
-    "callable?": "init_method output_layer_init_method filter_fn scaling_factor_compute_algo amax_compute_algo",
+    "callable?": "init_method output_layer_init_method filter_fn",
     "object?": (
         "recipe device dtype params_dtype reduce_dtype parallel_mode parameters_split tp_group tp_mesh etp_group "
         "expert_etp_group ep_group aux_loss_group "
         "fused_parts activation_params qk_norm_type backward_override amax_reduction_group mesh mp_policy "
         "offload_policy ignored_params window_size enc_dec_window_size column_format start_positions cu_seqlens plan "
-        "moe router noop_flag pool into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"
+        "scaling_factor_compute_algo moe router "
+        "noop_flag pool into out amaxes scale rng rngs scales rows_per_rank probabilities logits_dtype"
     ),
     "mapping": "state",
     "iterable": "rules",
@@ -128,7 +130,6 @@ KINDS = {name: kind for kind, names in NAMES.items() for name in names.split()}
 
 # Where a parameter is something else than those of its name elsewhere, or some value is one for a reason of its own.
 OTHERS: dict[str, str] = {
-    "amax_compute_algo": "callable",
     "parallelize.mesh": "object",
     "prepare.recipe": "object",
     "linear_cross_entropy.bias": "object?",

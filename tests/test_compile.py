@@ -203,17 +203,6 @@ def test_calibration() -> None:
     assert model[0].forward_scaling.amax_history.any()  # type: ignore[union-attr, operator, index]
 
 
-def test_users_algorithms() -> None:
-    recipe = DelayedScaling(
-        amax_history_len=4,
-        amax_compute_algo=lambda history: history.amax(0) * 2,
-        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: fp8_max / (amax + 1),
-    )
-    twins = Twins(recipe)
-    for _ in range(3):
-        twins.take((5,))
-
-
 @pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
 def test_a_layer_called_twice(name: str, way: Way) -> None:

@@ -83,7 +83,6 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "by_closure": by_closure,
     "by_lambda": lambda: CustomRecipe(lambda role: by_format(role)),
     "by_partial": lambda: CustomRecipe(partial(by_argument, "e8m0")),
-    "delayed, lambda": lambda: DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: history.amax(0)),
 }
 DEFAULT = [("own", "by_request"), ("inside", "delayed"), ("inside", "by_new_recipe"), ("outside", "by_lambda")]
 SLOW = [

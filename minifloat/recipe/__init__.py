@@ -94,15 +94,12 @@ def from_dict(values: Mapping[str, Any], callables: Mapping[str, Callable[..., A
         raise ValueError(f"{dict(values)} does not describe a {cls.__name__}: {error!r}") from error
 
 
-_CALLABLES = ("qfactory", "amax_compute_algo", "scaling_factor_compute_algo")
-
-
 def _read(field: str, value: Any, callables: Mapping[str, Callable[..., Any]]) -> Any:
     if field.endswith("_format") and isinstance(value, str):
         return ElementPair[value]
     if isinstance(value, dict):
         return MMParams(**value)
-    if field in _CALLABLES and isinstance(value, str) and ":" in value:
+    if field == "qfactory" and isinstance(value, str) and ":" in value:
         if value not in callables:
             raise ValueError(
                 f"{field} is the function {value!r}, and nothing is imported for a dict: give it to "

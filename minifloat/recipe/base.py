@@ -8,8 +8,6 @@ from enum import Enum
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from torch import Tensor
-
 from minifloat.arguments import Accepts, NonNegativeFloat, Size, checked
 from minifloat.formats import COLUMNWISE, Format
 from minifloat.quantizer import Quantizer
@@ -168,8 +166,9 @@ def plain(value: Any, name: str) -> Any:
     return value
 
 
-AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
-ScaleAlgorithm = Callable[[Tensor, Tensor, float, "DelayedScaling"], Tensor]
+_OTHER_SCALES = "for other scales, write layer.forward_scaling.scale and layer.backward_scaling.scale after each step"
+AmaxAlgorithm = Annotated[Literal["max", "most_recent"], Accepts(f"'max' or 'most_recent' ({_OTHER_SCALES})")]
+NoAlgorithm = Annotated[None, Accepts(f"None, with an amax_compute_algo of 'max' or 'most_recent' ({_OTHER_SCALES}),")]
 
 
 @checked
@@ -181,8 +180,8 @@ class DelayedScaling(Recipe):
         margin: the scale is divided by ``2 ** margin``.
         fp8_format: elements, forward and backward.
         amax_history_len: steps remembered.
-        amax_compute_algo: ``"max"`` or ``"most_recent"`` of the history, or a callable on it ([L, n] to [n]).
-        scaling_factor_compute_algo: callable ``(amax, scale, fp8_max, recipe) -> scale``; None is ``fp8_max / amax``.
+        amax_compute_algo: ``"max"`` or ``"most_recent"`` of the history.
+        scaling_factor_compute_algo: Transformer Engine's, None here: the scale is ``fp8_max / amax``.
         reduce_amax: reduce amaxes over the group given to ``autocast``, all ranks by default.
     """
 
@@ -190,14 +189,14 @@ class DelayedScaling(Recipe):
     fp8_format: ElementPair = ElementPair.HYBRID
     amax_history_len: Size = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
-    scaling_factor_compute_algo: ScaleAlgorithm | None = None
+    scaling_factor_compute_algo: NoAlgorithm = None
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     kinds = frozenset({"delayed", "float8_per_tensor_scaling"})
     rules = "", ""
-    """Rules for scales of forward and of backward from amaxes, ``"e4m3/margin=0/max"``; ``/custom``: by callables.
+    """Rules for scales of forward and of backward from amaxes, ``"e4m3/margin=0/max"``.
 
     Strings for the same reason as a format's spec: a compiler takes them for the constants that they are.
     """
@@ -206,8 +205,7 @@ class DelayedScaling(Recipe):
         self._check(self.fp8_format)
         if self.backward_override is not None:
             raise ValueError("DelayedScaling has no backward_override; use Float8CurrentScaling for one")
-        custom = callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
-        how = f"margin={self.margin}/{'custom' if custom else self.amax_compute_algo}"
+        how = f"margin={self.margin}/{self.amax_compute_algo}"
         # Spelled here: where shapes are dynamic, a compiler takes the margin for a symbol, which cannot be spelled.
         object.__setattr__(self, "rules", (f"{self.fp8_format.forward}/{how}", f"{self.fp8_format.backward}/{how}"))
 
@@ -227,7 +225,7 @@ class DelayedScalingRequest:
     margin: Margin = 0
     amax_history_len: Size = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
-    scaling_factor_compute_algo: ScaleAlgorithm | None = None
+    scaling_factor_compute_algo: NoAlgorithm = None
     reduce_amax: bool = True
 
     def recipe(self) -> DelayedScaling:

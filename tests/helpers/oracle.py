@@ -14,7 +14,6 @@ Arrays `x` are float32 and hold float32, bfloat16 or float16 values exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 Dim = Literal[0, -1]
 Tile = tuple[int, int]
-AmaxAlgo = Literal["max", "most_recent"] | Callable[[F32], F32]
+AmaxAlgo = Literal["max", "most_recent"]
 
 FLT_MAX = np.float32(np.finfo(np.float32).max)
 BF16_MAX = np.float32(3.3895313892515355e38)
@@ -272,33 +271,15 @@ def delayed_update(
     max_fmt: float,
     margin: int = 0,
     algo: AmaxAlgo = "max",
-    fused: bool = True,
     reduced_amax: F32 | None = None,
 ) -> tuple[F32, F32]:
     """numerics.md 1.1: history [L, n] and scale [n] after one step; entry 0 is the step's amax. Inputs are not written.
 
-    `reduced_amax` [n] is the amax reduced over a group; where it is 0 the fused form falls back to history[0].
-    A callable `algo` (history -> amax [n]) belongs to the unfused form.
+    A slot whose amax is 0 keeps its history and scale; what is not finite counts as 0. `reduced_amax` [n] is the amax
+    reduced over a group; where it is 0, history[0] counts.
     """
     current = history[0] if reduced_amax is None else reduced_amax
-    if fused:
-        return _delayed_update_fused(history, scale, max_fmt, margin, algo, np.where(current != 0, current, history[0]))
-    history = np.concatenate((current[None], history[1:]))
-    if callable(algo):
-        amax = np.asarray(algo(history), np.float32)
-    else:
-        amax = amax_of(history, axis=0) if algo == "max" else history[0]
-    rolled = np.roll(history, -1, axis=0)
-    rolled[0] = 0
-    with np.errstate(all="ignore"):
-        fresh = np.float32(max_fmt) / amax / np.float32(2.0**margin)
-    return rolled, _usable_scale(fresh, amax, scale)
-
-
-def _delayed_update_fused(
-    history: F32, scale: F32, max_fmt: float, margin: int, algo: AmaxAlgo, last: F32
-) -> tuple[F32, F32]:
-    """The fused form: a slot whose amax is 0 keeps its history and scale; what is not finite counts as 0."""
+    last = np.where(current != 0, current, history[0])
     last = np.where(np.isfinite(last), last, 0)
     rolled = np.concatenate((np.where(np.isfinite(history[1:]), history[1:], 0), last[None]))
     amax = amax_of(rolled, axis=0) if algo == "max" else last
