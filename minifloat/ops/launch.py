@@ -179,9 +179,9 @@ class Kernel:
             prepared = self._prepared(tensors, integers, constants, warps)
         if prepared is None:
             taped.refuse(f"{self.name} is launched by Triton's JIT")
-        else:
-            launcher, head, rest = prepared
-            taped.launched(self.name, launcher, head, programs, [*tensors, *rest])
+        launcher, head, rest = prepared or (None, (), ())
+        language = "Triton" if self.function_for(constants) is self.function else "Gluon"
+        taped.launched(self.name, launcher, head, programs, [*tensors, *rest], language)
 
     def _run(self, programs: int, tensors: Tensors, integers: Integers, constants: tuple[Any, ...], warps: int) -> None:
         if self.by_table(tensors):
@@ -282,7 +282,7 @@ def by_jit(kernel: Any, programs: int, device: torch.device, *args: Any, **optio
         with taped.hidden():
             compiled = kernel[(programs,)](*args, **options)
     head = compiled.function, compiled.packed_metadata, None, None, None
-    taped.launched(kernel.__name__, compiled.run, head, programs, args)
+    taped.launched(kernel.__name__, compiled.run, head, programs, args, "Gluon")
 
 
 def _device_of(tensors: Tensors) -> torch.device:

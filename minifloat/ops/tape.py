@@ -46,7 +46,6 @@ _REFUSED = {
 _BOUND = {_aten._scaled_mm.default: torch._scaled_mm, _aten._scaled_mm_v2.default: torch._scaled_mm_v2}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _NOTHING = -1
-_UNKNOWN = object()
 
 # Past PyTorch's dispatcher, as compiled graphs allocate; on the current device.
 empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
@@ -166,6 +165,10 @@ class Tape(TorchDispatchMode):
         """Says why these steps would not do the same."""
         self.refused = self.refused or why
 
+    def recorded(self, replay: Any, function: Callable[[], tuple[Results, Any]]) -> tuple[Results, Any]:
+        """Calls a function that a recorder inside was given; ``replay``: what that knows of it."""
+        return function()
+
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Inside, what PyTorch does is a part of a step that is told."""
@@ -214,8 +217,9 @@ class Tape(TorchDispatchMode):
         self._alive.append(flat)
 
     def launched(
-        self, name: str, function: Any, head: tuple[Any, ...], programs: int, arguments: Sequence[Any]
-    ) -> None:
+        self, name: str, function: Any, head: tuple[Any, ...], programs: int, arguments: Sequence[Any],
+        language: str = "Triton",
+    ) -> None:  # fmt: skip
         """Notes ``function(programs, 1, 1, stream, *head, *arguments)``, where tensors are addresses."""
         self._here()
         places = [self._seen(x) for x in arguments]
@@ -462,7 +466,7 @@ class Recorder:
 
     def __init__(self, of_operation: bool = False, apart: bool = False) -> None:
         self.of_operation, self.apart = of_operation, apart
-        self.known: dict[Any, Replay | None] = {}  # None: is called each time
+        self.known: dict[Any, Replay | str] = {}  # or why it is called each time
 
     def __call__(
         self, key: Any, tensors: Results, function: Callable[[], tuple[Results, Any]], held: list[Any] | None = None
@@ -490,19 +494,22 @@ class Recorder:
         device = arguments[0].get_device()
         if isinstance(tensors, list):
             tensors.clear()
-        # Of other addresses kernels read copies; what is empty has none; a function inside of another is a part of it.
+        # Of other addresses kernels read copies; what is empty has none.
         here = device < 0 or device == torch._C._cuda_getDevice()
-        if not aligned or not here or 0 in pointers or taping.tape is not None:
+        if not aligned or not here or 0 in pointers:
             arguments.clear()
             return function()
         if len({*pointers}) < len(pointers):
             layouts.append(tuple(map(pointers.index, pointers)))  # which are one and the same is taped, too
         known = tuple(layouts)
-        replay: Any = self.known.get(known, _UNKNOWN)  # once: another thread may clear them
-        if replay is None:
+        replay: Any = self.known.get(known)  # once: another thread may clear them
+        if taping.tape is not None:  # a function inside of another is a part of it
+            arguments.clear()
+            return taping.tape.recorded(replay, function)
+        if type(replay) is str:
             arguments.clear()
             return function()
-        if replay is not _UNKNOWN:
+        if replay is not None:
             if held is not None:
                 held.clear()
             return replay(arguments, pointers)
@@ -512,7 +519,8 @@ class Recorder:
         try:
             with tape:
                 results, rest = function()
-            self.known[known] = tape.written(results, rest, self.of_operation, self.apart)
+            replay = tape.written(results, rest, self.of_operation, self.apart)
+            self.known[known] = replay or tape.refused or "it does nothing"
         finally:
             taping.tape, taping.modes = None, 0
         return results, rest

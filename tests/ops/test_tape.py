@@ -198,7 +198,7 @@ def test_what_is_called_each_time(name: str) -> None:
         x = scale * torch.ones(4)
         (got,), _ = recorder(None, (x,), lambda x=x: (function(x), None))
         assert_same_bits(got, REFUSED[name](x)[0])
-    assert len(calls) == 3 and [*recorder.known.values()] == [None]
+    assert len(calls) == 3 and [type(why) for why in recorder.known.values()] == [str]
 
 
 def test_odd_addresses_and_empty_tensors_are_called_each_time() -> None:
@@ -217,7 +217,7 @@ def test_a_part_of_one_input() -> None:
     assert_same_bits(run(x, y)[0], x[4:] + y[4:])
     recorder = Recorder()
     recorder(None, (memory[:2], memory[1:].view(-1)), lambda: ([memory[1][4:] + 1], None))
-    assert [*recorder.known.values()] == [None]
+    assert [*recorder.known.values()] == ["it reads torch.float32 (12,), which it was not given"]
 
 
 def test_a_recorder_inside_of_another_is_a_part_of_it() -> None:

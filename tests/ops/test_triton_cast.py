@@ -242,7 +242,7 @@ def test_a_replay_rotates_what_it_is_given(device: torch.device) -> None:
         assert_same(actual, quantize.cast.reference(xs, levels, [None] * 2, specs, dims, [False] * 2, None))
     if device.type == "cuda":
         work = gpu._requested((0, 0), tuple(specs), tuple(dims), (False, False))
-        assert None not in work.recorder.known.values()
+        assert all(map(callable, work.recorder.known.values()))
 
 
 @pytest.mark.parametrize("count", [1, 8, 0], ids=["one", "eight", "in a table"])
