@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from minifloat.arguments import label_of
 from minifloat.autocast import DelayedCall, autocast, captured, current
-from minifloat.functional.autograd import first_order, is_wanted
+from minifloat.functional.autograd import autocast_off, first_order, is_wanted
 from minifloat.graphs import capture
 from minifloat.graphs.capture import Progress, SharedWeights, fused_weights, scratch_main_grads
 from minifloat.nn.linear_state import LinearState
@@ -159,7 +159,7 @@ class GraphedCallable:
         if not outputs or not targets:
             return [None] * len(targets)
         compute = partial(torch.autograd.grad, outputs, grad_outputs=given, allow_unused=True)
-        with torch.autocast(capture.Graph.device_type, enabled=False):  # as backward runs, whatever surrounds it
+        with autocast_off(outputs[0]):  # as backward runs, whatever surrounds it
             return self.shared.gradients(targets, compute)
 
     # ---- replay ----

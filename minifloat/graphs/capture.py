@@ -102,10 +102,6 @@ class Graph:
         generator.graphsafe_set_state(generator.clone_state())  # the old one still counts for the graph
 
 
-_NOTED = {"_weight_cache", "router_loss", "expert_counts", "main_grad_is_old", "grad_added_to_main_grad"}
-"""Attributes that a step leaves on layers, mixtures of experts and weights."""
-
-
 def fused_weights(module: nn.Module) -> list[Any]:
     """Lists the weights whose gradients backward adds to ``main_grad``."""
     layers = [each for each in module.modules() if isinstance(each, LinearState) and each.fuse_wgrad_accumulation]
@@ -114,15 +110,18 @@ def fused_weights(module: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Restores buffers, amax histories, cached weights, random numbers and flags of main_grad afterwards.
+def unchanged(
+    modules: Sequence[nn.Module], device: torch.device, also: Sequence[dict[str, Any]] = ()
+) -> Iterator[None]:
+    """Restores values of buffers, attributes of modules and fused weights, random numbers, and ``also`` afterwards.
 
     Gradients are not looked at: use ``torch.autograd.grad``, and :func:`scratch_main_grads`.
     """
     everyone = list({id(part): part for module in modules for part in module.modules()}.values())
     buffers = [(part, {n: None if b is None else b.clone() for n, b in part._buffers.items()}) for part in everyone]
-    owners = [vars(owner) for owner in (*everyone, *(weight for each in modules for weight in fused_weights(each)))]
-    noted = [{name: owner[name] for name in _NOTED & owner.keys()} for owner in owners]
+    weights = [weight for module in modules for weight in fused_weights(module)]
+    owners: list[Any] = [*map(vars, (*everyone, *weights)), *also]
+    attributes = [(owner, dict(owner)) for owner in owners]
     random = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(random):
@@ -130,10 +129,9 @@ def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
     finally:
         for part, saved in buffers:
             _restore_buffers(part, saved)
-        for owner, before in zip(owners, noted, strict=True):
-            for name in _NOTED & owner.keys():
-                del owner[name]
-            owner |= before
+        for owner, before in attributes:
+            owner.clear()
+            owner.update(before)
 
 
 def free_accumulators(modules: Sequence[nn.Module]) -> None:
