@@ -60,6 +60,7 @@ from minifloat.recipe import (
 )
 from minifloat.recompute import checkpoint, checkpoint_context_fn
 from minifloat.tensor import QuantizedTensor
+from minifloat.tools.explain import explain
 
 # What layers call for each forward is checked where users call it.
 cast_all = checked(quantizer.cast_all)
@@ -75,8 +76,9 @@ __all__ = [
     "Operand", "Quantized", "QuantizedTensor", "Quantizer", "QuantizerRole", "RMSNorm", "Recipe",
     "RotaryPositionEmbedding", "TopKRouter", "TransformerLayer", "VocabParallelEmbedding", "W4A8BlockScaling",
     "apply_rotary_pos_emb", "autocast", "cast_all", "cast_weights", "checkpoint", "checkpoint_context_fn", "convert",
-    "cross_entropy", "export", "find_amaxes", "get_default_recipe", "inspect", "linear_cross_entropy", "load_mxfp4",
-    "make_graphed_callables", "optim", "prepare", "quantized_model_init", "revert", "router_losses", "save_mxfp4",
+    "cross_entropy", "explain", "export", "find_amaxes", "get_default_recipe", "inspect", "linear_cross_entropy",
+    "load_mxfp4", "make_graphed_callables", "optim", "prepare", "quantized_model_init", "revert", "router_losses",
+    "save_mxfp4",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # which would take every name for one that exists

@@ -211,6 +211,7 @@ def _needed() -> dict[str, dict[str, Any]]:
         "linear_cross_entropy": {"hidden": x, "weight": x, "target": torch.zeros(4, dtype=torch.int64)},
         "prepare": of_model | {"recipe": "mxfp8"},
         "revert": of_model,
+        "explain": {"layer": model, "input": torch.ones(2, 4)},
         "inspect": of_model,
         "ShardMap": {"rows": (1,)},
         "data_parallel": {"module": model},

@@ -23,8 +23,9 @@ PUBLIC = [
     "Operand", "Quantized", "QuantizedTensor", "Quantizer", "QuantizerRole", "RMSNorm", "Recipe",
     "RotaryPositionEmbedding", "TopKRouter", "TransformerLayer", "VocabParallelEmbedding", "W4A8BlockScaling",
     "apply_rotary_pos_emb", "autocast", "cast_all", "cast_weights", "checkpoint", "checkpoint_context_fn", "convert",
-    "cross_entropy", "export", "find_amaxes", "get_default_recipe", "inspect", "linear_cross_entropy", "load_mxfp4",
-    "make_graphed_callables", "optim", "prepare", "quantized_model_init", "revert", "router_losses", "save_mxfp4",
+    "cross_entropy", "explain", "export", "find_amaxes", "get_default_recipe", "inspect", "linear_cross_entropy",
+    "load_mxfp4", "make_graphed_callables", "optim", "prepare", "quantized_model_init", "revert", "router_losses",
+    "save_mxfp4",
 ]  # fmt: skip
 """A name may be added here; one that is taken away or renamed breaks somebody's program."""
 

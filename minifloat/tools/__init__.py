@@ -1,1 +1,1 @@
-"""The commands: training, studies, benchmarks. The library imports none of them."""
+"""The commands: training, studies, benchmarks. The library imports none of them, users `explain`."""

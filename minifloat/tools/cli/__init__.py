@@ -89,6 +89,7 @@ def build() -> typer.Typer:
     late(
         app, "bisect", "Find the layers that must stay in high precision, by their casts and by short runs.", "command"
     )
+    late(app, "explain", "Show the kernels of a Linear under recipes, with shapes and bytes, in order.", "command")
     late(app, "inspect-report", "Draw what the casts of a run lose, as minifloat.inspect wrote it.", "command")
     late(app, "export-weights", "Write the weights of a model in a layout that inference engines load.", "command")
     return app
