@@ -117,7 +117,7 @@ def dequantize(module: nn.Module, names: Iterable[str]) -> None:
 def dequantize_weights(model: nn.Module) -> None:
     """Replaces quantized parameters by their values in high precision, which the layers cast from then on.
 
-    A moving average needs them, since codes round its small updates away:
+    A moving average needs them, since codes round its small updates away, in silence if it is no ``AveragedModel``:
     ``dequantize_weights(average := AveragedModel(model))``.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}

@@ -149,7 +149,8 @@ def quantized_weight(
         raise ValueError(f"a weight of {values.dtype} cannot be kept quantized; use params_dtype=torch.bfloat16 or so")
     scale = None
     if quantizer.given is not None:
-        set_scale(scale := weight_scale(layer, name), [values], quantizer, layer._weight_margin)
+        scale = weight_scale(layer, name)
+        scale.copy_(scale_of([values], quantizer, scale, Group(), layer._weight_margin))
     parameter = nn.Parameter(quantize(values, quantizer, scale=scale), requires_grad=values.requires_grad)
     if preserve and isinstance(parameter, QuantizedTensor) and not values.is_meta:
         parameter.set_high_precision_init_val(values)
@@ -198,9 +199,10 @@ def bind_scale(
     """
     if weight.quantizer.given is None or "forward_scaling" not in layer._modules:
         return
-    weight.scale = weight_scale(layer, name)
+    weight.scale = scale = weight_scale(layer, name)
     if values:
-        set_scale(weight.scale, values, weight.quantizer, layer._weight_margin, amax_group)
+        plain = [each.dequantize() if isinstance(each, QuantizedTensor) else each for each in values]
+        scale.copy_(scale_of(plain, weight.quantizer, scale, Group.of(amax_group), layer._weight_margin))
 
 
 def bind_scales(layer: QuantizedWeights) -> None:
@@ -235,16 +237,6 @@ def load_scales(layer: QuantizedWeights, state_dict: dict[str, Any], prefix: str
             all_values = [each.to(device) for each in present]
             for name, own in own_of.items():
                 bind_scale(layer, name, own, all_values, amax_group)
-
-
-@torch.no_grad()
-def set_scale(
-    scale: Tensor, values: Sequence[Tensor], quantizer: Quantizer, margin: int,
-    amax_group: dist.ProcessGroup | None = None,
-) -> None:  # fmt: skip
-    """Sets a delayed scale to that of ``values``, quantized or not: :func:`~minifloat.comm.sharded_cast.scale_of`."""
-    plain = [each.dequantize() if isinstance(each, QuantizedTensor) else each for each in values]
-    scale.copy_(scale_of(plain, quantizer, scale, Group.of(amax_group), margin))
 
 
 @torch.no_grad()

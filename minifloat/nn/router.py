@@ -258,7 +258,11 @@ class TopKRouter(nn.Module):
                 self.expert_counts.add_(counts)
             probabilities, indices, _ = choice
             if self.capacity is not None:
-                self._check_batch_invariance()
+                if used.batch_invariant and is_batch_invariant():
+                    raise ValueError(
+                        f"{self._label}: capacity_factor drops choices by those of other tokens, which "
+                        "autocast(batch_invariant=True) excludes; set router.capacity = None, or leave that option out"
+                    )
                 probabilities, indices = self.capacity.drop(probabilities, indices, self.num_experts, mask)
         return RouterOutput(probabilities, indices, loss)
 
@@ -330,13 +334,6 @@ class TopKRouter(nn.Module):
         operands = (x, self.weight) if own else (x.to(dtype), self.weight.to(dtype))
         logits = multiply_values(*operands, dtype)
         return (logits if self.bias is None else logits + self.bias.to(dtype)).float()
-
-    def _check_batch_invariance(self) -> None:
-        if used.batch_invariant and is_batch_invariant():
-            raise ValueError(
-                f"{self._label}: capacity_factor drops choices by those of other tokens, which "
-                "autocast(batch_invariant=True) excludes; set router.capacity = None, or leave that option out"
-            )
 
     @checked
     @torch.no_grad()

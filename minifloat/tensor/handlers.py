@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from minifloat.comm.dtensor_ddp import local_rows
 from minifloat.operand import Operand
 from minifloat.quantizer import DTYPES
 from minifloat.tensor import operand_ops
@@ -163,16 +166,32 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if func._schema.returns else None
 
 
-@_handles(WRITES, "lerp_ _foreach_lerp_")
-def _average(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _check_averages(tensors: Iterable[Tensor]) -> None:
     """Refuses codes, of whose way to the other values each step is below half a step of theirs."""
-    for t in written_by(func, args, kwargs):
+    for t in map(local_rows, tensors):
         if isinstance(t, QuantizedTensor) and t._operands.any.format.quantized:
             raise ValueError(
                 f"{t._whose} would round a moving average's small updates away: average in high precision, after "
                 "dequantize_weights(averaged_model), from minifloat.convert import dequantize_weights"
             )
+
+
+@_handles(WRITES, "lerp_ _foreach_lerp_")
+def _average(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check_averages(written_by(func, args, kwargs))
     return _in_place(func, args, kwargs)
+
+
+_update = AveragedModel.update_parameters
+
+
+@functools.wraps(_update)
+def _update_parameters(self: AveragedModel, model: nn.Module) -> None:
+    _check_averages(self.parameters())
+    _update(self, model)
+
+
+AveragedModel.update_parameters = _update_parameters  # type: ignore[method-assign] # it writes by copy_, too
 
 
 @_handles(WRITES, "copy_")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from minifloat import Linear, QuantizerRole, autocast
 from minifloat.convert import convert, dequantize_weights, revert
@@ -249,13 +249,12 @@ def test_a_moving_average_is_in_high_precision(recipe: str) -> None:
     with quantized_model_init(recipe=recipe):
         model = nn.Sequential(*[Linear(32, 32, bias=False, recipe=recipe) for _ in range(3)])
     model[2].weight = model[0].weight
-    average, rounded = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99)) for _ in range(2)]
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     dequantize_weights(average)
     assert type(average.module[0].weight) is nn.Parameter and average.module[2].weight is average.module[0].weight
     start = [p.detach().clone() for p in average.parameters()]
     assert all(torch.equal(p, q.dequantize()) for p, q in zip(start, model.parameters(), strict=True))
     average.update_parameters(model)
-    rounded.update_parameters(model)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.dequantize().roll(1, 0))
@@ -265,5 +264,37 @@ def test_a_moving_average_is_in_high_precision(recipe: str) -> None:
         wanted = before.lerp(q.dequantize(), 1 - 0.99**100)
         torch.testing.assert_close(p.detach(), wanted, rtol=1e-5, atol=1e-6)
     average(torch.randn(16, 32))
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "swa": {},  # by copy_ on a CPU, by lerp_ elsewhere
+    "avg_fn": {"avg_fn": lambda average, p, n: 0.99 * average + 0.01 * p},
+    "ema": {"avg_fn": get_ema_avg_fn(0.99)},
+    "multi": {"multi_avg_fn": get_ema_multi_avg_fn(0.99)},
+    "multi_avg_fn": {"multi_avg_fn": lambda averages, ps, n: torch._foreach_add_(averages, ps, alpha=0.01)},
+}
+
+
+@pytest.mark.parametrize("way", AVERAGES)
+def test_a_moving_average_of_codes_is_refused(way: str) -> None:
+    """However it is written: of what ``copy_`` writes nothing is left, and it said nothing."""
+    with quantized_model_init(recipe="mxfp8"):
+        model = nn.Sequential(nn.LayerNorm(32), Linear(32, 32, recipe="mxfp8"))
+    average = AveragedModel(model, **AVERAGES[way])
     with pytest.raises(ValueError, match=r"Linear\(32, 32\): its weight .*dequantize_weights"):
-        rounded.update_parameters(model)
+        average.update_parameters(model)
+    assert average.n_averaged == 0
+    dequantize_weights(average)
+    for _ in range(2):
+        average.update_parameters(model)
+    plain = AveragedModel(nn.Linear(4, 4), **AVERAGES[way])
+    plain.update_parameters(nn.Linear(4, 4))
+
+
+@torch.no_grad()
+def test_lerp_of_codes_is_refused() -> None:
+    with quantized_model_init(recipe="mxfp8"):
+        layer = Linear(32, 32, recipe="mxfp8")
+    for lerp in (lambda w, x: w.lerp_(x, 0.1), lambda w, x: torch._foreach_lerp_([w], [x], 0.1)):
+        with pytest.raises(ValueError, match=r"Linear\(32, 32\): its weight .*dequantize_weights"):
+            lerp(layer.weight, torch.ones(32, 32))

@@ -98,9 +98,11 @@ def fully_shard(
             before[each, name] = parameter, dict(vars(parameter)), initial
     torch_fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **given)
     layers = owners(module)
-    if shared_by.size > 1:
-        hooks.divide_gradients(module, shared_by.size)
     for group in hooks.param_groups(module):
+        if shared_by.size > 1:  # by which gradients are divided, too
+            group.gradient_divide_factor = float(shared_by.size * group.mesh_info.mesh.size())
+            # gloo can only sum; of a single rank PyTorch would divide once more.
+            group.force_sum_reduction_for_comms = group.mesh_info.shard_mesh_size > 1
         by_matrix: dict[tuple[LinearState, tuple[str, ...]], dict[str, Any]] = {}
         for param in group.fsdp_params:
             holder, local_name, shared = hooks.holder_of(param)

@@ -222,14 +222,6 @@ def param_groups(module: nn.Module) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def divide_gradients(module: Any, size: int) -> None:
-    """Divides gradients by ``size`` beside the number of ranks over which FSDP2 averages them."""
-    for group in param_groups(module):
-        group.gradient_divide_factor = float(size * group.mesh_info.mesh.size())
-        # gloo can only sum; of a single rank PyTorch would divide once more.
-        group.force_sum_reduction_for_comms = group.mesh_info.shard_mesh_size > 1
-
-
 def parameters_below(module: nn.Module) -> list[ShardedParameter]:
     """Lists the parameters of ``module`` that are gathered as codes."""
     groups = [group for each in module.modules() if isinstance(each, FSDPModule) for group in param_groups(each)]
