@@ -180,7 +180,7 @@ def backward_inputs(
 
 
 def _history(call: DelayedCall | None, direction: int) -> tuple[Tensor | None, ...]:
-    """What a pass reads and writes of delayed scaling's state."""
+    """Lists what a pass reads and writes of delayed scaling's state."""
     if call is None:
         return ()
     history = call.histories[direction]
