@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import minifloat
@@ -14,6 +15,7 @@ from minifloat import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear, Tran
 from minifloat.ops import tape
 from minifloat.tools.explain import Explanation, Line
 from tests.helpers.compare import assert_same_bits
+from tests.helpers.distributed_pool import on_ranks
 from tests.helpers.replay_on_cpu import replay_on_cpu
 
 BF16 = torch.bfloat16
@@ -230,6 +232,25 @@ def test_launches_and_whether_they_are_replayed(monkeypatch: pytest.MonkeyPatch)
     assert {line.replayed for line in lines} == {"replayed"} and "Taped: forward, replayed\n2 launches" in str(lines)
     refused = explain(Taped("a reason"), torch.ones(M))
     assert "Taped: forward, called each time: a reason\n" in str(refused)
+
+
+@on_ranks(2)
+def test_ranks(rank: int, world_size: int) -> None:
+    """What ranks send is seen, and what goes on beside it."""
+    group = dist.group.WORLD
+    options: dict[str, Any] = {"parallel_mode": "column", "sequence_parallel": True, "tp_group": group}
+    lines = explain(Linear(K, N, dtype=BF16, recipe="current", **options), sample())
+    assert names(of(lines, "forward")) == ["cast rows", "gather", "cast W", "fprop"]
+    gather = lines[1]
+    assert [*gather.by] == ["c10d::_allgather_base_"] and gather.made == 2 * M * K
+    assert names(of(lines, "backward"))[:6] == ["db", "cast dY", "gather", "dgrad", "sum over ranks", "wgrad"]
+    etp = Linear(K, N, dtype=BF16, recipe="mxfp8", etp_group=group)
+    before = [parameter.clone() for parameter in etp.parameters()]
+    lines = explain(etp, sample())
+    assert "reduce dW" in names(of(lines, "backward"))
+    assert all(torch.equal(*pair) for pair in zip(etp.parameters(), before, strict=True))
+    for _ in range(2):
+        etp(sample()).sum().backward()
 
 
 def test_what_has_no_tensor() -> None:

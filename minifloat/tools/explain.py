@@ -43,7 +43,8 @@ _NAMES = {
     "fprop": "fprop", "dgrad": "dgrad", "wgrad": "wgrad", "bias_gradient": "db", "record_all": "record amaxes",
     "norm_value": "norm", "norm_gradients": "norm's gradients", "attention": "attention", "act_value": "activation",
     "act_operands": "activation", "dact_value": "activation's gradient", "dact_operands": "activation's gradient",
-    "permute": "permute", "unpermute": "unpermute",
+    "permute": "permute", "unpermute": "unpermute", "prepare_shard": "cast rows", "cast_together": "cast rows",
+    "gather": "gather", "start_sum": "sum over ranks", "reduce": "reduce dW",
 }  # fmt: skip
 _LIBRARIES = {name: "cuBLAS" for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
 _LIBRARIES |= {name: "cuBLASLt" for name in ("_scaled_mm", "_scaled_mm_v2", "block128", "swizzled")}
@@ -184,8 +185,15 @@ class _Watch(Tape):
         if why.endswith("past PyTorch"):  # nothing else is seen of it
             self._note(why, [], False)
 
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if function.namespace == "c10d" and not self.hiding:  # which says nothing of what it writes to
+            self.called(function._schema, (args, kwargs), {}, (), True)
+        return result
+
     def called(self, function: Any, args: Any, kwargs: Any, made: Any, kept: bool, alone: bool = True) -> None:
-        name = getattr(function, "func", function).__name__.partition(".")[0]
+        function = getattr(function, "func", function)
+        name = getattr(function, "__name__", str(getattr(function, "name", ""))).partition(".")[0]
         for x in made:
             self._slot(x)
         tensors = [x for x in (*tree_leaves((args, kwargs)), *made) if isinstance(x, Tensor)]
