@@ -755,6 +755,20 @@ def test_a_copy_of_larger_values_takes_their_scale(way: str) -> None:
     assert torch.equal(layer.forward_scaling.scale[1:2], scale_of(new))
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_copy_does_not_wait_for_the_device() -> None:
+    layer, new = quantized_linear(DELAYED, device="cuda"), 50 * torch.randn(OUT, IN, device="cuda")
+    layer.weight.copy_(new)  # compiles kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.weight.copy_(2 * new)
+        layer.weight.normal_()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(layer.forward_scaling.scale[1:2].cpu(), scale_of(2 * new.cpu()))
+
+
 INITS: dict[str, Callable[[Tensor], Any]] = {
     "normal_": lambda w: nn.init.normal_(w, std=7.0),
     "uniform_": lambda w: nn.init.uniform_(w, -9.0, 0.5),
