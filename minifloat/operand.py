@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,6 +110,14 @@ class Quantized(NamedTuple):
         operand = self.rowwise if self.rowwise is not None else self.columnwise
         assert operand is not None, "a Quantized value holds at least one operand"
         return operand
+
+    def map(self, function: Callable[[Operand], Any]) -> Quantized:
+        """Applies ``function`` to every operand; one that fills both places still does."""
+        rowwise, columnwise = self
+        row = None if rowwise is None else function(rowwise)
+        if columnwise is None or columnwise is rowwise:
+            return Quantized(row, None if columnwise is None else row)
+        return Quantized(row, function(columnwise))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Computes the values, from the rowwise operand where there is one."""

@@ -158,9 +158,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
 def checkpoint_without_dropout(function: Callable[..., Any], *args: Any) -> Any:
     """:func:`checkpoint` of what draws no random numbers, which a CUDA graph may hold."""
-    if torch.compiler.is_compiling() or not capturing():
-        return checkpoint(function, *args)
-    return checkpoint(function, *args, preserve_rng_state=False)
+    return checkpoint(function, *args, preserve_rng_state=torch.compiler.is_compiling() or not capturing())
 
 
 def capturing() -> bool:

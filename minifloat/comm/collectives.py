@@ -246,7 +246,7 @@ def all_gather_rows(x: Tensor, shards: ShardMap, group: Group) -> Tensor:
 
 
 def start_exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Pending[Tensor]:
-    """Starts :func:`exchange_rows`."""
+    """Exchanges rows of ``x``, as many as ``send`` says to each rank in turn, for as many as ``receive`` says."""
     data = as_bytes(x)
     if _traced(data):
         exchanged = _functional.all_to_all_single(data, list(receive), list(send), group.name)
@@ -254,11 +254,6 @@ def start_exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], 
     received = data.new_empty(sum(receive), data.shape[1])
     work = dist.all_to_all_single(received, data, list(receive), list(send), group.process_group, async_op=True)
     return Pending([work], lambda: from_bytes(received, x))
-
-
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """Rows of ``x``, as many as ``send`` says to each rank in turn, for those of other ranks, as ``receive`` says."""
-    return start_exchange_rows(x, send, receive, group).wait()
 
 
 # ---- reductions ----
@@ -271,7 +266,13 @@ def averages(x: Tensor, groups: Sequence[Group]) -> bool:
 
 
 def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, mean: bool = False) -> Pending[Tensor]:
-    """Starts :func:`reduce_scatter_rows`; ``mean``: of that of the ranks, where the backend :func:`averages`."""
+    """Sums ``x`` [sum(rows), N] of all ranks in its own dtype, of which a rank gets its rows, as ``shards`` says.
+
+    ``mean``: or divides the sum by their number, where the backend :func:`averages`.
+
+    Raises:
+        ValueError: ``x`` has other rows than the sum.
+    """
     if shards.size != group.size or x.shape[0] != shards.total:
         raise ValueError(
             f"reduce_scatter_rows: rank {group.rank} of {group.size} has {x.shape[0]} rows to sum, of which the ranks "
@@ -296,15 +297,6 @@ def start_reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group, *, mean
     op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
     work = scatter(summed, send, op=op, group=group.process_group, async_op=True)
     return Pending([work], lambda: summed[:own])
-
-
-def reduce_scatter_rows(x: Tensor, shards: ShardMap, group: Group) -> Tensor:
-    """This rank's rows, as ``shards`` says, of the sum of all ranks' ``x`` [sum(rows), N], in its own dtype.
-
-    Raises:
-        ValueError: ``x`` has other rows than the sum.
-    """
-    return start_reduce_scatter_rows(x, shards, group).wait()
 
 
 def start_all_reduce(x: Tensor, group: Group, *, mean: bool = False) -> Pending[Tensor]:

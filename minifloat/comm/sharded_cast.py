@@ -18,8 +18,8 @@ from minifloat.comm.collectives import (
     Pending,
     all_reduce_max,
     check_sharded,
-    exchange_rows,
     start_all_gather_rows,
+    start_exchange_rows,
     wait_tensor,
 )
 from minifloat.comm.group import Group, ShardMap, cached, unit_rows
@@ -245,7 +245,7 @@ def owned_rows(x: Tensor, unit: int, shards: ShardMap, group: Group) -> Tensor:
         return x
     sent = shards.sent(unit)
     head = sum(sent[group.rank])
-    received = exchange_rows(x[:head], sent[group.rank], [line[group.rank] for line in sent], group)
+    received = start_exchange_rows(x[:head], sent[group.rank], [line[group.rank] for line in sent], group).wait()
     return torch.cat([x[head:], received])
 
 
@@ -256,7 +256,7 @@ def _return_rows(values: Tensor, unit: int, shards: ShardMap, group: Group) -> T
     sent = shards.sent(unit)
     taken = [line[group.rank] for line in sent]
     own = values.shape[0] - sum(taken)
-    head = exchange_rows(values[own:], taken, sent[group.rank], group)
+    head = start_exchange_rows(values[own:], taken, sent[group.rank], group).wait()
     return torch.cat([head, values[:own]])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat.arguments import Count, Int, Probability, Size, checked
-from minifloat.comm.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
+from minifloat.comm.collectives import all_gather_rows, all_reduce, start_reduce_scatter_rows
 from minifloat.comm.group import Group, ShardMap
 from minifloat.functional.autograd import apply, autocast_to, first_order, guarded
 from minifloat.functional.exchange import Exchange, make_exchange
@@ -72,10 +72,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: Group, *options: Any) -> Tensor:
-        label_smoothing, ignore_index, _, _, classes = options
-        own = kernels.cross_entropy_statistics(logits, target, *options)
-        statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group)
-        loss, lse = kernels.loss_of_parts(statistics, target == ignore_index, label_smoothing, classes)
+        loss, lse = _losses(logits, target, group, *options)
         ctx.save_for_backward(guarded(logits), guarded(target), lse)
         ctx.options = options
         return loss
@@ -85,6 +82,14 @@ class CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dlogits = kernels.cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
         return dlogits, *[None] * 7
+
+
+def _losses(logits: Tensor, target: Tensor, group: Group, *options: Any) -> tuple[Tensor, Tensor]:
+    """Computes losses, and what backward needs, of logits of this rank's classes: from the statistics of all ranks."""
+    label_smoothing, ignore_index, _, _, classes = options
+    own = kernels.cross_entropy_statistics(logits, target, *options)
+    statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group)
+    return kernels.loss_of_parts(statistics, target == ignore_index, label_smoothing, classes)
 
 
 def place(here: int, group: Group, classes: int | None) -> tuple[int, int]:
@@ -135,7 +140,7 @@ def vocabulary_shards(vocabulary: int, ranks: int) -> ShardMap:
             f"a vocabulary of {vocabulary} in pieces of {most} leaves rank {ranks - 1} of {ranks} without a token; "
             "use a smaller tensor-parallel group"
         )
-    return ShardMap((most,) * (ranks - 1) + (vocabulary - most * (ranks - 1),))
+    return ShardMap.chunks(vocabulary, ranks)
 
 
 # ---- of a linear ----
@@ -251,9 +256,7 @@ def _of_shared_head(
     options = label_smoothing, ignore_index, 0, first, classes
 
     def of_chunk(z: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        own = kernels.cross_entropy_statistics(z, target[rows], *options)
-        statistics = all_gather_rows(own[None], ShardMap.even(1, group.size), group)
-        loss, lse = kernels.loss_of_parts(statistics, target[rows] == ignore_index, label_smoothing, classes)
+        loss, lse = _losses(z, target[rows], group, *options)
         if not any(needs):
             return loss, None
         return loss, kernels.cross_entropy_backward(torch.ones_like(loss), z, target[rows], lse, *options)
@@ -262,7 +265,7 @@ def _of_shared_head(
     chunks = kernels.chunks(hidden.shape[0], largest, chunk_rows)
     total, dhidden, dweight, dbias = kernels.of_head(hidden, weight, bias, chunks, needs, of_chunk)
     if needs[0] and shards is not None:
-        dhidden = reduce_scatter_rows(dhidden, shards, group)
+        dhidden = start_reduce_scatter_rows(dhidden, shards, group).wait()
     elif needs[0]:
         dhidden = all_reduce(dhidden, group)
     return total, dhidden, dweight, dbias

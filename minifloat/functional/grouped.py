@@ -269,11 +269,8 @@ def joined_for_dgrad(operand: Operand | SeparateOperands, dy: Operand) -> Operan
 
 def of_all(experts: Sequence[Quantized], make: Callable[[list[Any]], Any]) -> Quantized:
     """Applies ``make`` to the operands in each place; one that fills both places still does."""
-    rowwise, columnwise = experts[0]
-    row = None if rowwise is None else make([each.rowwise for each in experts])
-    if columnwise is None or columnwise is rowwise:
-        return Quantized(row, None if columnwise is None else row)
-    return Quantized(row, make([each.columnwise for each in experts]))
+    first = experts[0]
+    return first.map(lambda own: make([each[0 if own is first.rowwise else 1] for each in experts]))
 
 
 def join_all(weights: Sequence[QuantizedTensor]) -> Quantized:

@@ -19,7 +19,7 @@ from minifloat import backends
 from minifloat.comm.group import cached
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.functional.autograd import apply, as_output, first_order, guarded
-from minifloat.operand import Operand, Quantized
+from minifloat.operand import Quantized
 from minifloat.ops import activation, norm
 from minifloat.ops.quantize import casts_blocks
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix
@@ -147,14 +147,9 @@ class FusedOutput(NamedTuple):
 
     def label(self, quantized: Quantized) -> Quantized:
         """Makes operands of the value, wherever they were cast, stand for values in the dtype of the input."""
-        row, column = quantized
-        if row is not None and row.dtype == self.dtype:
+        if quantized.any.dtype == self.dtype:
             return quantized
-        labelled = self._relabel(row)
-        return Quantized(labelled, labelled if column is row else self._relabel(column))
-
-    def _relabel(self, operand: Operand | None) -> Operand | None:
-        return operand if operand is None or operand.dtype == self.dtype else operand._replace(dtype=self.dtype)
+        return quantized.map(lambda operand: operand._replace(dtype=self.dtype))
 
 
 # ---- norms ----

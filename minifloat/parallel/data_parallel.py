@@ -355,11 +355,7 @@ def _check_experts(name: str, module: GroupedMLP, size: int) -> None:
                 f"parallelize: {name}.{each} is a {type(fc).__name__}, whose experts cannot be shared out; keep the "
                 "GroupedLinear, or name the experts in plan as 'replicated'"
             )
-        if any(isinstance(parameter, DTensor) for parameter in fc.parameters()):
-            raise ValueError(
-                f"parallelize: the parameters of {name}.{each} are DTensors, shared out already; parallelize the model "
-                "before fully_shard"
-            )
+        _check_unsharded(f"{name}.{each}", fc)
 
 
 def _check_layer(name: str, module: nn.Module) -> None:
@@ -368,7 +364,11 @@ def _check_layer(name: str, module: nn.Module) -> None:
             f"parallelize: {name} has sparse={module.sparse} and max_norm={module.max_norm}, with which ranks cannot "
             "share or replicate it; make the embedding without"
         )
-    for each, parameter in module.named_parameters(recurse=False):
+    _check_unsharded(name, module)
+
+
+def _check_unsharded(name: str, module: nn.Module) -> None:
+    for each, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"parallelize: {name}.{each} is a DTensor, whose rows are shared out already; parallelize the model "

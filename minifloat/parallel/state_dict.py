@@ -120,9 +120,18 @@ class Layout:
     def __init__(self, model: nn.Module) -> None:
         self.group = _tensor_parallel_group(model)
         self.fused = _fused_parameters(model)
-        self.shares = _etp_shares(model)
-        self.experts = _expert_shares(model)
-        self.histories = _expert_histories(model)
+        self.shares: dict[Tensor, Share] = {}  # rows that this rank has of tensor-parallel pieces with ``etp_group``
+        self.experts: dict[Tensor, tuple[int, int]] = {}  # the first of a rank's experts, and how many all ranks have
+        self.histories: dict[Tensor, ExpertShare] = {}
+        for weight in etp_weights(model):
+            for parameter, extent in zip(weight.rows.parameters(), weight.rows.extents().values(), strict=True):
+                self.shares[parameter] = parameter.ndim - 2, *extent
+        for module in model.modules():
+            if isinstance(module, GroupedLinear) and module.ep_group.size > 1:
+                own = module.first_expert, module.num_experts
+                self.experts |= dict.fromkeys(module.parameters(recurse=False), own)
+            elif isinstance(module, AmaxHistory) and module.share is not None:
+                self.histories |= dict.fromkeys(module.buffers(), module.share)
 
     def of(self, key: str, tensor: Tensor) -> list[Entry]:
         """Lists the entries of a parameter or buffer, which says itself how it is cut."""
@@ -168,35 +177,6 @@ class Layout:
             shape[dim] = extent
         cut = share is not None or (dim is not None and self.group.size > 1)
         return Entry(key, rows, tuple(offsets), sizes, tuple(shape), cut)
-
-
-def _etp_shares(model: nn.Module) -> dict[Tensor, Share]:
-    """Finds the rows that this rank has of tensor-parallel pieces with ``etp_group``."""
-    return {
-        parameter: (parameter.ndim - 2, *extent)
-        for weight in etp_weights(model)
-        for parameter, extent in zip(weight.rows.parameters(), weight.rows.extents().values(), strict=True)
-    }
-
-
-def _expert_shares(model: nn.Module) -> dict[Tensor, tuple[int, int]]:
-    """Finds the parameters of all experts of a rank, the number of the first one, and how many all ranks have."""
-    return {
-        parameter: (layer.first_expert, layer.num_experts)
-        for layer in model.modules()
-        if isinstance(layer, GroupedLinear) and layer.ep_group.size > 1
-        for parameter in layer.parameters(recurse=False)
-    }
-
-
-def _expert_histories(model: nn.Module) -> dict[Tensor, ExpertShare]:
-    """Finds the buffers of delayed scaling of grouped linears, and which experts they are of."""
-    return {
-        buffer: history.share
-        for history in model.modules()
-        if isinstance(history, AmaxHistory) and history.share is not None
-        for buffer in history.buffers()
-    }
 
 
 def _fsdp_share(key: str, sharded: DTensor) -> Share:

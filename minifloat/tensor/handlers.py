@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from minifloat.comm.dtensor_ddp import local_rows
 from minifloat.operand import Operand
 from minifloat.quantizer import DTYPES
-from minifloat.tensor import operand_ops
 from minifloat.tensor.base import (
     READS,
     WRITES,
@@ -80,7 +79,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return o._replace(codes=o.codes if o.format.quantized else o.codes.to(dtype), dtype=dtype)
 
     moved = t._map(move)
-    return moved if dtype == t.dtype else moved._like(operand_ops.each(moved._operands, convert))
+    return moved if dtype == t.dtype else moved._like(moved._operands.map(convert))
 
 
 @_handles(READS, "empty_like")

@@ -17,15 +17,6 @@ SLOTS = ("rowwise", "columnwise")
 BUFFERS = ("codes", "scale_inv", "amax")
 
 
-def each(operands: Quantized, function: Callable[[Operand], Operand]) -> Quantized:
-    """Applies ``function`` to every operand; one that fills both places still does."""
-    rowwise, columnwise = operands
-    row = None if rowwise is None else function(rowwise)
-    if columnwise is None or columnwise is rowwise:
-        return Quantized(row, None if columnwise is None else row)
-    return Quantized(row, function(columnwise))
-
-
 def distinct(operands: Quantized) -> dict[str, Operand]:
     """Lists operands by the place they fill; one that fills both once, as rowwise."""
     shared = operands.rowwise is operands.columnwise
@@ -69,7 +60,7 @@ def cut(operands: Quantized, begin: int, end: int) -> Quantized | None:
         unit = unit_rows(operand.format, operand.dim)
         if begin % unit or (end % unit and end != operand.shape[0]):
             return None
-    return each(operands, lambda operand: _cut(operand, begin, end))
+    return operands.map(lambda operand: _cut(operand, begin, end))
 
 
 def _cut(operand: Operand, begin: int, end: int) -> Operand:

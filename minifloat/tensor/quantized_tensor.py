@@ -61,7 +61,7 @@ def quantize(
     with torch.no_grad():
         values = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
         operands = cast([as_matrix(values)], [quantizer], [scale], [amax_group], [amaxes])[0]
-        owned = operand_ops.each(operands, lambda o: o if o.format.quantized else o._replace(codes=copied(o.codes)))
+        owned = operands.map(lambda o: o if o.format.quantized else o._replace(codes=copied(o.codes)))
     return QuantizedTensor.from_operands(
         owned, quantizer, x.shape, x.dtype, scale=scale, amax_group=amax_group, source_version=version_of(x)
     )
@@ -112,7 +112,7 @@ class QuantizedTensor(CodedTensor):
             raise ValueError(
                 f"shape {tuple(shape)} flattens to {matrix_shape(shape)}, but operands are {operands.any.shape}"
             )
-        typed = operand_ops.each(operands, lambda o: o if o.dtype == dtype else o._replace(dtype=dtype))
+        typed = operands.map(lambda o: o if o.dtype == dtype else o._replace(dtype=dtype))
         self = QuantizedTensor(typed, quantizer, shape, dtype)
         self.scale, self.amax_group, self.source_version = scale, amax_group, source_version
         return self
@@ -199,7 +199,7 @@ class QuantizedTensor(CodedTensor):
         if rounds and not self.requires_grad:
             if values.dtype not in DTYPES or not torch.equal(values.to(self.dtype), self._values()):
                 self._refuse_to_merge()
-            typed = self._like(operand_ops.each(self._operands, lambda o: o._replace(dtype=values.dtype)))
+            typed = self._like(self._operands.map(lambda o: o._replace(dtype=values.dtype)))
             torch.Tensor.data.__set__(self, typed)  # type: ignore[attr-defined]
             self._operands = typed._operands
             return
@@ -263,7 +263,7 @@ class QuantizedTensor(CodedTensor):
         return torch.ones_like(self.scale, device=device)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        out = self._like(operand_ops.each(self._gathered(), lambda o: operand_ops.map_buffers(o, function)))
+        out = self._like(self._gathered().map(lambda o: operand_ops.map_buffers(o, function)))
         out.scale = None if self.scale is None else function(self.scale)
         out.gatherer = None
         return out

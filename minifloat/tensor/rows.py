@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.comm.collectives import exchange_rows
+from minifloat.comm.collectives import start_exchange_rows
 from minifloat.comm.group import Group, ShardMap, unit_rows
 from minifloat.formats import COLUMNWISE, ROWWISE
 from minifloat.operand import Operand, Quantized
@@ -65,7 +65,7 @@ class SavedRows(QuantizedTensor):
         )
 
     def _store(self, operands: Quantized, noop_flag: Tensor | None = None) -> None:
-        super()._store(operand_ops.each(operands, self._with_amax), noop_flag)
+        super()._store(operands.map(self._with_amax), noop_flag)
         # A rank without rows loads a block for its scale alone; optimizers of all ranks are to notice the write alike.
         torch.autograd.graph.increment_version(self.source._operands.any.codes)
 
@@ -171,7 +171,7 @@ class Cover:
         received = [_common(rows, (self.begin, self.end)) for rows in own]
         first = own[self.rank][0]
         rows = torch.cat([x[begin - first : end - first] for begin, end in sent])
-        return exchange_rows(rows, [e - b for b, e in sent], [e - b for b, e in received], self.group)
+        return start_exchange_rows(rows, [e - b for b, e in sent], [e - b for b, e in received], self.group).wait()
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
@@ -240,7 +240,7 @@ class QuantizedRows(QuantizedTensor):
         shape = end - begin, self.shape[1]
         operands = self._operands
         if operands.any.shape[0] < end - loaded:
-            operands = operand_ops.each(operands, lambda o: _with_memory(o, end - loaded))
+            operands = operands.map(lambda o: _with_memory(o, end - loaded))
         if begin == loaded:
             return SavedRows.of(self, operands, shape, whole=False)
         operands = cut_rows(operands, begin - loaded, operands.any.shape[0])
@@ -345,7 +345,7 @@ def rows_of(whole: QuantizedTensor, shards: ShardMap, group: Group) -> Quantized
     """This rank's rows of a quantized parameter that all ranks have, in memory of their own."""
     cover = Cover(row_unit(whole.quantizer), shards, group.rank, group)
     covered = cut_rows(whole.operands, cover.begin, cover.end)
-    own = operand_ops.each(covered, lambda operand: operand_ops.map_buffers(operand, copied))
+    own = covered.map(lambda operand: operand_ops.map_buffers(operand, copied))
     rows = QuantizedRows.of(own, whole.quantizer, whole.dtype, cover)
     rows.owner = whole.owner
     return rows

@@ -14,7 +14,6 @@ from minifloat.comm import collectives
 from minifloat.comm.collectives import (
     all_gather_rows,
     all_reduce,
-    reduce_scatter_rows,
     start_all_gather_rows,
     start_all_reduce,
     start_reduce_scatter_rows,
@@ -40,7 +39,7 @@ def maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[...
 def scattered(rank: int, size: int, rows: tuple[int, ...], dtype: torch.dtype, compiled: bool) -> None:
     shards, group = ShardMap(rows), world()
     own = addends(shards.total, size, dtype)
-    scatter = maybe_compiled(lambda x: reduce_scatter_rows(x, shards, group), compiled)
+    scatter = maybe_compiled(lambda x: start_reduce_scatter_rows(x, shards, group).wait(), compiled)
     expected = torch.stack(own).sum(0).split(list(rows))[rank]
     found = scatter(own[rank].clone())
     assert found.dtype == dtype and torch.equal(found, expected)
@@ -113,7 +112,7 @@ def test_handles(rank: int, size: int) -> None:
 def test_one_rank_alone() -> None:
     x, shards, group = torch.randn(4, 3), ShardMap((4,)), Group()
     assert torch.equal(all_gather_rows(x, shards, group), x)
-    assert torch.equal(reduce_scatter_rows(x, shards, group), x)
+    assert torch.equal(start_reduce_scatter_rows(x, shards, group).wait(), x)
     assert torch.equal(all_reduce(x, group), x)
 
 
@@ -124,7 +123,7 @@ def test_own_mistakes(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=r"rank \d of 2 has 4 rows, but the row counts of the ranks are \(3, 3\)"):
         all_gather_rows(x, ShardMap((3, 3)), world())
     with pytest.raises(ValueError, match=r"4 rows to sum, of which the ranks are to get \(2, 3\)"):
-        reduce_scatter_rows(x, ShardMap((2, 3)), world())
+        start_reduce_scatter_rows(x, ShardMap((2, 3)), world())
 
 
 def test_bytes_of_single_elements_of_any_stride() -> None:

@@ -32,7 +32,7 @@ from minifloat.parallel.fsdp.hooks import ShardedParameter
 from minifloat.parallel.fsdp.weight import ShardedWeight, cast_shards, owners
 from minifloat.quantizer import DTYPES
 from minifloat.recipe import Recipe, RecipeLike, as_recipe
-from minifloat.tensor import QuantizedTensor, operand_ops
+from minifloat.tensor import QuantizedTensor
 from minifloat.tensor.rows import QuantizedRows, row_unit, rows_of
 
 _MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_parts", "ep_group")
@@ -339,7 +339,7 @@ def _unsharded(sharded: DTensor) -> Tensor:
     assert cover.group is not None
     rowwise, columnwise = (operand is not None for operand in part)
     operands = gather(part, cover.all_owned, cover.group, rowwise=rowwise, columnwise=columnwise)
-    reduced = operand_ops.each(operands, lambda o: _with_reduced_amax(o, cover.group))
+    reduced = operands.map(lambda o: _with_reduced_amax(o, cover.group))
     return QuantizedTensor.from_operands(reduced, rows.quantizer, sharded.shape, rows.dtype)
 
 
@@ -369,11 +369,7 @@ def _broadcast_from_rank0(value: Any, described: Any, device: str) -> Any:
         return described
 
     def memory(t: Tensor) -> Tensor:
-        return (
-            torch.empty_like(t, device=device, memory_format=torch.contiguous_format)
-            if t.is_meta
-            else (t.detach().to(device).contiguous())
-        )
+        return (torch.empty_like(t, device=device) if t.is_meta else t.detach().to(device)).contiguous()
 
     source = value if dist.get_rank() == 0 else described
     tensor = source._map(memory) if isinstance(source, QuantizedTensor) else memory(source)

@@ -19,7 +19,7 @@ from minifloat.operand import Operand, Quantized
 from minifloat.parallel.fsdp.weight import ShardedWeight
 from minifloat.quantizer import Quantizer
 from minifloat.recipe import DelayedScaling
-from minifloat.tensor import QuantizedTensor, operand_ops
+from minifloat.tensor import QuantizedTensor
 
 
 def _stack(operands: Sequence[Operand]) -> Operand:
@@ -98,7 +98,7 @@ class ShardedExperts(ShardedWeight):
 
     def _as_tensor(self, operands: Quantized, dtype: torch.dtype) -> QuantizedTensor:
         rows = self._shape[0] * self._shape[1], self._shape[2]
-        stacked = operand_ops.each(operands, lambda o: o._replace(shape=rows, dtype=dtype))
+        stacked = operands.map(lambda o: o._replace(shape=rows, dtype=dtype))
         like = torch.empty(self._shape, device="meta")
         like = like.transpose(1, 2) if self._transposed else like
         tensor = StackedExperts(stacked, self.quantizer, like.shape, dtype, like.stride())
