@@ -223,14 +223,6 @@ class ShardMap:
             count += self.scales(fmt, dim).largest * scale_shape(fmt, dim, 1, cols)[1] * fmt.scale_dtype.itemsize
         return count + 4 * self.largest * (fmt.block > 0 and fmt.amax_per_row and dim == ROWWISE)
 
-    def agreement_bytes(self, fmt: Format, dim: int, cols: int, itemsize: int, rank: int) -> int:
-        """Bytes that ``rank`` sends before its cast: amaxes to reduce, rows of straddling units."""
-        unit = unit_rows(fmt, dim)
-        count = 0 if self.aligned(unit) else sum(self.sent(unit)[rank]) * cols * itemsize
-        if fmt.reduces_amax(dim):
-            count += 4 * (cols if fmt.amax_per_row else 1)
-        return count
-
 
 # ---- random numbers: outside of this the generators of a group, seeded alike, draw the same on every rank ----
 

@@ -25,6 +25,7 @@ from tests.helpers.gather_cases import (
     Example,
     Sent,
     Wire,
+    agreement_bytes,
     difference,
     draw_example,
     example,
@@ -106,7 +107,7 @@ def sent_and_expected(rank: int, size: int, drawn: Example) -> tuple[list[Sent],
         _, part, _ = whole_and_part(drawn, group, CPU)
     with Wire() as during:
         gather(part, shards, group, rowwise=True, columnwise=True)
-    agreement = [shards.agreement_bytes(*cast, drawn.cols, itemsize, rank) for cast in quantizer.casts]
+    agreement = [agreement_bytes(shards, *cast, drawn.cols, itemsize, rank) for cast in quantizer.casts]
     gathered = [shards.gather_bytes(*cast, drawn.cols, itemsize) for cast in quantizer.casts]
     return before.sent, during.sent, sum(agreement), sum(gathered)
 

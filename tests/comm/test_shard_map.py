@@ -13,6 +13,7 @@ from minifloat.comm.group import MAX_CACHED, cached, unit_rows
 from minifloat.distributed import Group, ShardMap
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, parse
 from minifloat.ops.quantize import code_shape, scale_shape
+from tests.helpers.gather_cases import agreement_bytes
 
 STRIPS = parse("e4m3/1x128/pow2")
 TILES = parse("e4m3/128x128/pow2")
@@ -90,14 +91,14 @@ def test_bytes_on_the_wire() -> None:
     assert shards.gather_bytes(NVFP4, COLUMNWISE, 48) == 72 * 48 + 9 * 48
     assert shards.gather_bytes(PER_ROW, ROWWISE, 48) == 130 * (24 + 3 + 4)
     assert shards.gather_bytes(IDENTITY, ROWWISE, 48, 4) == 130 * 48 * 4
-    assert shards.agreement_bytes(Format(), ROWWISE, 48, 2, 0) == 4
-    assert shards.agreement_bytes(Format(scale_rule="given"), ROWWISE, 48, 2, 0) == 0
-    assert shards.agreement_bytes(STRIPS, ROWWISE, 48, 2, 0) == 0
-    assert [shards.agreement_bytes(STRIPS, COLUMNWISE, 48, 2, rank) for rank in range(3)] == [0, 0, 70 * 48 * 2]
-    assert shards.agreement_bytes(TILES, ROWWISE, 200, 2, 2) == 70 * 200 * 2
-    assert [shards.agreement_bytes(ROTATED, COLUMNWISE, 48, 2, rank) for rank in range(3)] == [4, 4, 4 + 14 * 48 * 2]
-    assert shards.agreement_bytes(PER_ROW, ROWWISE, 48, 2, 2) == 0
-    assert ShardMap.even(128, 2).agreement_bytes(STRIPS, COLUMNWISE, 48, 2, 0) == 0
+    assert agreement_bytes(shards, Format(), ROWWISE, 48, 2, 0) == 4
+    assert agreement_bytes(shards, Format(scale_rule="given"), ROWWISE, 48, 2, 0) == 0
+    assert agreement_bytes(shards, STRIPS, ROWWISE, 48, 2, 0) == 0
+    assert [agreement_bytes(shards, STRIPS, COLUMNWISE, 48, 2, rank) for rank in range(3)] == [0, 0, 70 * 48 * 2]
+    assert agreement_bytes(shards, TILES, ROWWISE, 200, 2, 2) == 70 * 200 * 2
+    assert [agreement_bytes(shards, ROTATED, COLUMNWISE, 48, 2, rank) for rank in range(3)] == [4, 4, 4 + 14 * 48 * 2]
+    assert agreement_bytes(shards, PER_ROW, ROWWISE, 48, 2, 2) == 0
+    assert agreement_bytes(ShardMap.even(128, 2), STRIPS, COLUMNWISE, 48, 2, 0) == 0
 
 
 def test_units_of_formats() -> None:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minifloat.comm.group import unit_rows
 from minifloat.comm.sharded_cast import gather
 from minifloat.distributed import Group, ShardMap, quantize_shard
-from minifloat.formats import parse
+from minifloat.formats import Format, parse
 from minifloat.operand import Quantized
 from minifloat.quantizer import Quantizer, cast_all
 from tests.helpers.distributed_pool import process_group
@@ -20,6 +21,14 @@ from tests.helpers.distributed_pool import process_group
 CPU = torch.device("cpu")
 T = TypeVar("T")
 Choose = Callable[[Sequence[T]], T]
+
+
+def agreement_bytes(shards: ShardMap, fmt: Format, dim: int, cols: int, itemsize: int, rank: int) -> int:
+    """Counts the bytes that ``rank`` sends before its cast: amaxes to reduce, rows of straddling units."""
+    unit = unit_rows(fmt, dim)
+    count = 0 if shards.aligned(unit) else sum(shards.sent(unit)[rank]) * cols * itemsize
+    return count + (4 * (cols if fmt.amax_per_row else 1) if fmt.reduces_amax(dim) else 0)
+
 
 TENSOR = ["e4m3/tensor/given", "e5m2/tensor/given", "e4m3/tensor/fp32", "e5m2/tensor/pow2/eps=0.5",
     "e4m3/row/fp32", "e4m3/row/pow2/eps=0.5",
