@@ -181,8 +181,8 @@ def captured(context: autocast) -> Iterator[list[Any]]:
 
 
 def checks_finite() -> bool:
-    """Whether some context of this thread has ``check_finite``."""
-    return used.check_finite and any(context.check_finite for context in _stack.contexts)
+    """Whether some context of this thread has ``check_finite``; asked if ``used.check_finite``."""
+    return any(context.check_finite for context in _stack.contexts)
 
 
 _NOT_COMPILED = "autocast(check_finite=True) looks at values, which compiled code cannot; run eager"

@@ -119,7 +119,7 @@ def update(histories: Sequence[History], group: Group | None = None) -> None:
     if group is not None:
         reduce(histories, group)
     if histories:
-        amaxes, scales, rules = zip(*[(each.amax_history, each.scale, each.rule) for each in histories], strict=True)
+        scales, amaxes, _, rules, _ = zip(*histories, strict=True)
         kernels.update_scales_(amaxes, scales, rules)
 
 

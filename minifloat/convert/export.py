@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils._pytree import tree_leaves
 
 from minifloat.arguments import checked
-from minifloat.autocast import checks_finite
+from minifloat.autocast import checks_finite, used
 from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.nn.linear_state import LinearState
 from minifloat.ops import grouped, quantize
@@ -83,7 +83,7 @@ def export(
 
 def _check(model: nn.Module) -> None:
     layers = [module for module in model.modules() if isinstance(module, LinearState)]
-    if checks_finite() and layers:
+    if used.check_finite and checks_finite() and layers:
         raise ValueError(
             f"export: autocast(check_finite=True) has {layers[0]._label} look at values, which no graph can; export "
             "outside of it"

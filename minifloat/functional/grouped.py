@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minifloat import backends
 from minifloat.arguments import checked, label_of
-from minifloat.autocast import check_can_wait, checks_finite
+from minifloat.autocast import check_can_wait, checks_finite, used
 from minifloat.comm.dtensor_ddp import is_dtensor
 from minifloat.comm.group import cached
 from minifloat.formats import COLUMNWISE, Format
@@ -94,7 +94,7 @@ def layout_of(x: Tensor, m_splits: Any, groups: int, width: int, layer: object) 
     rows = x.numel() // width if width else x.shape[:-1].numel()
     layout = m_splits
     if not isinstance(layout, GroupLayout):
-        layout = GroupLayout.of(m_splits, rows, x.device, layer, wait=checks_finite())
+        layout = GroupLayout.of(m_splits, rows, x.device, layer, wait=used.check_finite and checks_finite())
     check_groups(layout, groups, layer)
     if layout.rows != rows:
         raise ValueError(f"{label_of(layer)}: the layout is for {layout.rows} rows, and the input has {rows}")

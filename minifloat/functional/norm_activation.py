@@ -147,7 +147,7 @@ class FusedOutput(NamedTuple):
 
     def label(self, quantized: Quantized) -> Quantized:
         """Makes operands of the value, wherever they were cast, stand for values in the dtype of the input."""
-        if quantized.any.dtype == self.dtype:
+        if quantized.rowwise is not None and quantized.rowwise.dtype == self.dtype:
             return quantized
         return quantized.map(lambda operand: operand._replace(dtype=self.dtype))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minifloat.arguments import Size, checked, label_of, shown
-from minifloat.autocast import check_can_wait, checks_finite
+from minifloat.autocast import check_can_wait, checks_finite, used
 from minifloat.functional.autograd import apply, exporting, first_order, guarded
 from minifloat.ops.permute import check_indices, checked_indices, permute_rows, unpermute_rows, unpermute_rows_backward
 
@@ -307,7 +307,7 @@ def route(indices: Tensor, num_experts: int, layer: object = "sort_by_expert") -
         )
     indices = indices.to(torch.promote_types(indices.dtype, torch.int32))  # no int8 can be compared with all numbers
     on_host, compiling = indices.is_cpu and type(indices) is Tensor, torch.compiler.is_compiling()
-    wait = checks_finite() and not indices.is_meta
+    wait = used.check_finite and checks_finite() and not indices.is_meta
     if wait and (compiling or not on_host):
         check_can_wait(label_of(layer))
     if on_host and compiling and not exporting():

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifloat import recompute
 from minifloat.arguments import Size, checked, label_of, shown
-from minifloat.autocast import checks_finite
+from minifloat.autocast import checks_finite, used
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output
 from minifloat.functional.expert_parallel import Dispatch, Plan, dispatch_of
@@ -212,7 +212,7 @@ class GroupedMLP(parts.LayerOfParts):
     def _fused(self, is_first_microbatch: bool | None) -> tuple[Recipe, Recipe] | None:
         """The recipes of both linears, if one autograd function can run them."""
         both = self.fc1, self.fc2
-        if checks_finite() or not all(parts.is_own(fc, GroupedLinear) for fc in both):
+        if (used.check_finite and checks_finite()) or not all(parts.is_own(fc, GroupedLinear) for fc in both):
             return None
         special = is_first_microbatch is False or recompute._inside
         if torch.compiler.is_compiling() and (

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 from minifloat.arguments import Accepts, check_value, checked, label_of
-from minifloat.autocast import checks_finite
+from minifloat.autocast import checks_finite, used
 from minifloat.comm.group import Group
 from minifloat.functional.autograd import autocast_dtype
 from minifloat.functional.exchange import Exchange
@@ -135,7 +135,7 @@ def needs_unfused_path(*parts: nn.Module) -> bool:
 
     The fused function reads the parts' parameters and never calls them.
     """
-    if checks_finite():
+    if used.check_finite and checks_finite():
         return True
     for part in parts:
         if not is_own(part, Linear, LayerNorm, RMSNorm) or part.__dict__.get("save_original_input", False):
