@@ -23,61 +23,16 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from minifloat.autocast import autocast
-from minifloat.formats import Format
 from minifloat.nn import LayerNormLinear, Linear, prepare
-from minifloat.quantizer import Quantizer
 from minifloat.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    DelayedScalingRequest,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
     QuantizerRole,
     Recipe,
-    named,
 )
-from tests.helpers.compiled import Pair, graphs
+from tests.helpers.compiled import RECIPES, Pair, graphs
 from tests.helpers.sample import first_by_default
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
-
-def hybrid(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-    """MXFP8 forward and current scaling backward for inputs, delayed scaling for weights, a 4-bit copy cast twice."""
-    if role.tensor_type == "weight":
-        return DelayedScalingRequest(amax_history_len=4)
-    if role.tensor_type == "grad_output":
-        return Quantizer(Format("e5m2"))
-    return Quantizer.hybrid(
-        rowwise_quantizer=Quantizer(Format(block=32, scale_rule="e8m0")),
-        columnwise_quantizer=Quantizer(Format("e2m1", 16, scale_rule="two_level")),
-        columnwise_source="rowwise_dequantized",
-    )
-
-
-RECIPES: dict[str, Recipe] = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    "current": Float8CurrentScaling(),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-    "rowwise": named("rowwise"),
-    "mxfp4": named("mxfp4"),
-    "mxfp6": named("mxfp6"),
-    "custom": CustomRecipe(hybrid),
-    "current epsilon": Float8CurrentScaling(amax_epsilon=1e-3),
-    "current pow2": Float8CurrentScaling(use_power_2_scales=True),
-    "block fp32": Float8BlockScaling(use_f32_scales=True),
-    "mxfp8 2d hybrid": MXFP8BlockScaling(enable_2d_quantization=True, fp8_format=MXFP8BlockScaling().fp8_format.HYBRID),
-    "nvfp4 no rht": NVFP4BlockScaling(disable_rht=True),
-    "nvfp4 nearest 1d": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True),
-    "nvfp4 row-scaled": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
-    "nvfp4 4over6": NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),
-    "high precision backward": Float8CurrentScaling(backward_override="high_precision"),
-    "dequantized backward": MXFP8BlockScaling(backward_override="dequantized"),
-}
 NAMED = ["delayed", "current", "block", "mxfp8", "nvfp4", "rowwise", "mxfp4", "mxfp6", "custom"]
 STATEFUL = ("delayed", "custom")
 IN, HIDDEN, OUT = 32, 48, 17
@@ -301,26 +256,18 @@ def test_a_layer_that_never_ran_eagerly(name: str) -> None:
         assert torch.equal(y, layer(x))
 
 
-CAST_IN_ONE = {"amax_and_cast": 2, "scaled_mm": 1}, {"amax_and_cast": 1, "scaled_mm": 2}
-CAST_IN_BLOCKS = {"cast": 2, "scaled_mm": 1}, {"cast": 1, "scaled_mm": 2}
-CAST_AND_RECORD = {"cast_and_record_2_": 1, "scaled_mm": 1}, {"cast_and_record_1_": 1, "scaled_mm": 2}
 OPERATIONS = {
-    "current": CAST_IN_ONE,
-    "rowwise": CAST_IN_ONE,
-    "block": CAST_IN_BLOCKS,
-    "mxfp8": CAST_IN_BLOCKS,
-    "nvfp4": (CAST_IN_ONE[0], CAST_IN_ONE[1] | {"draw_seed": 1}),
-    "delayed": (CAST_AND_RECORD[0] | {"update_scales_": 1}, CAST_AND_RECORD[1] | {"update_scales_": 1}),
+    "current": ({"node": 1}, {"node": 1}),
+    "block": ({"node": 1}, {"node": 1}),
+    "nvfp4": ({"node": 1}, {"draw_of_pass": 1, "node": 1}),
+    "delayed": ({"node_": 1, "update_scales_": 1}, {"node_": 1, "update_scales_": 1}),
 }
 
 
 @first_by_default
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_of_a_compiled_linear(name: str) -> None:
-    """Each costs the host some 20 us or more: amax and cast are one.
-
-    X and W are cast apart, so that siblings share X's codes; delayed scaling gives each scales of its own.
-    """
+    """A pass is one operation; seeds are drawn and scales are updated outside of it."""
     found: list[Counter[str]] = []
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:

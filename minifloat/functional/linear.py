@@ -60,19 +60,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
         x_scale = delayed_scale(given.delayed, "input", keep=True) if spec.saves_value else None
-        known = UNKNOWN if x_scale is None else KnownOfX(x_scale)
-
-        def compute() -> tuple[list[Any], list[Any]]:
-            x_operands, w_operands, own_x = exchange.quantize_inputs(spec, source, given, x, weight, known)
-            y = exchange.fprop(spec, x_operands, w_operands, bias, *given.out)
-            saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
-            saved, layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
-            return [y, *saved], layouts
-
-        read = x if given.x is None else None, weight if given.w is None else None, bias
-        taped = spec.forward and forward_inputs([(spec, exchange, source, given)], *read)
-        (y, *saved), ctx.layouts = replayed(spec.forward, *taped, compute) if taped else compute()
-        ctx.given = taped and taped[0]
+        (y, *saved), (ctx.layouts, ctx.given) = forward_pass(spec, exchange, source, given, x, weight, bias, x_scale)
         ctx.spec, ctx.exchange, ctx.source, ctx.delayed, ctx.x_shape = spec, exchange, source, given.delayed, x.shape
         ctx.save_for_backward(*saved, x_scale)
         return output(spec, exchange, y, x.shape, given.delayed)
@@ -82,22 +70,54 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         spec, exchange = ctx.spec, ctx.exchange
         *tensors, x_scale = ctx.saved_tensors
-
-        def compute() -> tuple[list[Any], None]:
-            x, w = unpack(ctx.layouts, tensors)
-            db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
-            dy_operands = exchange.quantize_dy(spec, dy, ctx.delayed)
-            dx, dw = gradients(spec, exchange, ctx.source, dy_operands, x, w, x_scale)
-            return [dx, dw, waited(db)], None
-
-        source = ctx.source
-        inputs = spec.backward and backward_inputs([(exchange, source, ctx.delayed)], dy, *tensors)
-        (dx, dw, db), _ = replayed(spec.backward, (source.dtype, ctx.given), inputs, compute) if inputs else compute()
+        dx, dw, db = backward_pass(
+            spec, exchange, ctx.source, ctx.delayed, ctx.given, dy, tensors, ctx.layouts, x_scale
+        )
         if dx is not None:
             dx = grad_input(spec, dx, ctx.x_shape, ctx.delayed)
         if ctx.delayed is not None:
             ctx.delayed.backward_finished()
         return None, None, None, None, dx, dw, db
+
+
+def forward_pass(
+    spec: Spec, exchange: Exchange, source: WeightSource, given: Given, x: Tensor, weight: Tensor, bias: Tensor | None,
+    x_scale: Tensor | None = None,
+) -> tuple[Sequence[Any], tuple[Any, Any]]:  # fmt: skip
+    """Computes Y and what backward reads; then their layouts, and what of the call decides on the backward.
+
+    ``x_scale``: of delayed scaling, if backward casts X again.
+    """
+
+    def compute() -> tuple[list[Any], list[Any]]:
+        known = UNKNOWN if x_scale is None else KnownOfX(x_scale)
+        x_operands, w_operands, own_x = exchange.quantize_inputs(spec, source, given, x, weight, known)
+        y = exchange.fprop(spec, x_operands, w_operands, bias, *given.out)
+        saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
+        saved, layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
+        return [y, *saved], layouts
+
+    read = x if given.x is None else None, weight if given.w is None else None, bias
+    taped = spec.forward and forward_inputs([(spec, exchange, source, given)], *read)
+    made, layouts = replayed(spec.forward, *taped, compute) if taped else compute()
+    return made, (layouts, taped and taped[0])
+
+
+def backward_pass(
+    spec: Spec, exchange: Exchange, source: WeightSource, delayed: DelayedCall | None, key: Any, dy: Tensor,
+    saved: Sequence[Tensor | None], layouts: Any, x_scale: Tensor | None,
+) -> Sequence[Any]:  # fmt: skip
+    """Computes dX [M, K], dW and db, each None if not needed, from what :func:`forward_pass` saved."""
+
+    def compute() -> tuple[list[Any], None]:
+        x, w = unpack(layouts, saved)
+        db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
+        dy_operands = exchange.quantize_dy(spec, dy, delayed)
+        dx, dw = gradients(spec, exchange, source, dy_operands, x, w, x_scale)
+        return [dx, dw, waited(db)], None
+
+    inputs = spec.backward and backward_inputs([(exchange, source, delayed)], dy, *saved)
+    return (replayed(spec.backward, (source.dtype, key), inputs, compute) if inputs else compute())[0]
 
 
 apply_eagerly = super(torch.autograd.Function, LinearFunction).apply

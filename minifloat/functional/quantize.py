@@ -12,7 +12,7 @@ from torch import Tensor
 from minifloat import backends
 from minifloat.autocast import DelayedCall
 from minifloat.comm.group import Group
-from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
+from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, parse
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import delayed
 from minifloat.quantizer import Amaxes, Quantizer, as_matrix, cast_all, casts, find_amaxes
@@ -50,6 +50,30 @@ class LinearConfig:
     fast_wgrad: bool
     backward_override: BackwardOverride
     save_original_input: bool
+
+    @property
+    def text(self) -> str:
+        """Spells what decides on the passes of the layer; :meth:`of_text` reads it."""
+        parts = []
+        for kind in FORWARD_SLOTS + BACKWARD_SLOTS:
+            quantizer: Quantizer = getattr(self, kind)
+            row, column = quantizer.row_format.spec, quantizer.format(COLUMNWISE).spec
+            parts.append(f"{row}&{column}&{quantizer.columnwise_source}")
+        flags = (self.fast_fprop, self.fast_dgrad, self.fast_wgrad, self.save_original_input, self.delayed is not None)
+        return f"{';'.join(parts)};{''.join(['1' if flag else '0' for flag in flags])};{self.backward_override}"
+
+    @classmethod
+    def of_text(cls, text: str) -> LinearConfig:
+        """Reads :attr:`text`; delayed scaling's recipe is a default one, since passes read and record alike."""
+        *roles, flags, override = text.split(";")
+        config: list[Any] = []
+        for role in roles:
+            row, column, source = role.split("&")
+            columns = None if row == column else parse(column)
+            config.append(Quantizer(parse(row), columns, columnwise_source=source))  # type: ignore[arg-type]
+        *fast, original, delayed = [flag == "1" for flag in flags]
+        config += DelayedScaling() if delayed else None, *fast, None if override == "None" else override, original
+        return cls(*config)
 
     def describe(self) -> str:
         """Describes what decides on numbers, in words that are the same on all ranks."""

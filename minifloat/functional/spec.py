@@ -93,8 +93,8 @@ class Given:
     out: tuple[Tensor, ...] = ()
 
 
-def make_spec(config: LinearConfig, options: Options) -> Spec:
-    """Decides everything that depends on recipe and options alone."""
+def make_spec(config: LinearConfig, options: Options, of_operation: bool = False) -> Spec:
+    """Decides everything that depends on recipe and options alone; ``of_operation``: as of :class:`Recorder`."""
     override, ranks = config.backward_override, options.ranks
     needs_x, needs_w = options.needs_x, options.needs_w
     gathers_x = ranks is not None and ranks.sequence_parallel and ranks.mode == "column"
@@ -118,7 +118,7 @@ def make_spec(config: LinearConfig, options: Options) -> Spec:
     forward = backward = None
     alone = ranks is None and not (options.gathers_weight or options.batch_invariant or override or saves_value)
     if eager and alone and device == "cuda" and backends.kernels(torch.cuda.current_device())[0]:
-        forward, backward = Recorder(), Recorder()
+        forward, backward = [Recorder(of_operation, of_operation) for _ in range(2)]
     casts = LinearCasts(
         RoleCasts((x, w), ("input", "weight"), device, emit_bf16),
         RoleCasts((x,), ("input",), device, emit_bf16),

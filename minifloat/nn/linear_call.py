@@ -18,10 +18,11 @@ from minifloat.comm.collectives import other_recipes, other_recipes_in_trace
 from minifloat.comm.dtensor_ddp import check_reduced
 from minifloat.comm.group import Group
 from minifloat.delayed import check_same_scale
-from minifloat.functional.autograd import autocast_enabled
+from minifloat.functional.autograd import autocast_enabled, exporting
 from minifloat.functional.exchange import LOCAL, Exchange
 from minifloat.functional.gemm import check_rows_alone
 from minifloat.functional.linear import LinearCall
+from minifloat.functional.node import Traced, key_of
 from minifloat.functional.quantize import LinearConfig, Options
 from minifloat.functional.spec import Given, make_spec
 from minifloat.functional.weight_source import WeightSource, asks_in_backward
@@ -46,14 +47,14 @@ _hooks: list[Any] = []
 _MOST_SPECS = 64  # of a layer; groups that are replaced again and again must not fill the memory
 
 
-Prepared = tuple[LinearCall, Tensor, Tensor | None]
-"""A call of a linear that is about to run, for its autograd function; its weight and bias."""
+Prepared = tuple[Any, Tensor, Tensor | None]
+"""A :class:`LinearCall` that is about to run, for its autograd function; its weight and bias."""
 
 
 def prepare_call(
     layer: LinearState, recipe: Recipe, dtype: torch.dtype, needs_x: bool, is_first_microbatch: bool | None = None,
     fp8_output: bool = False, fp8_grad: bool = False, exchange: Exchange = LOCAL, recompute_x: bool = False,
-    input_is_quantized: bool = False,
+    input_is_quantized: bool = False, node: bool = False,
 ) -> Prepared:  # fmt: skip
     """Prepares one call under ``recipe``, with activations in ``dtype``; ``needs_x``: X may need a gradient.
 
@@ -91,15 +92,18 @@ def prepare_call(
         batch_invariant=used.batch_invariant and is_batch_invariant(),
         gathers_weight=layer._etp is not None, delays_wgrad=layer.delay_wgrad_compute,
     )  # fmt: skip
-    spec = None if compiling else specs.get(options)
+    spec: Any = None if compiling else specs.get(options)
     if spec is None:
         if exchange.mode is not None and not weight.is_meta:
             check_same_recipe(layer, f"{type(recipe).__name__}({config.describe()})", exchange.group, weight)
         check_weight_dtype(layer, weight.dtype)
         if options.batch_invariant:
             check_rows_alone(layer, config, options)
-        spec = make_spec(config, options)
-        if spec.eager:
+        if compiling and node and takes_node(layer, options, exchange, source, weight, is_first_microbatch):
+            spec = Traced(key_of(config.text, options), config, options)
+        else:
+            spec = make_spec(config, options)
+        if not compiling:
             if len(specs) >= _MOST_SPECS:
                 specs.clear()
             specs[options] = spec
@@ -111,11 +115,26 @@ def prepare_call(
         given.delayed = start_delayed_call(layer, config.delayed, replayed, backward, exchange)
     plain = type(weight) is nn.Parameter or (type(weight) is Tensor and not compiling and layer._etp is None)
     nothing_kept = compiling or layer._weight_cache is None
-    if not (plain and is_first_microbatch is None and nothing_kept):  # else it is cast now
+    cast_now = isinstance(spec, Traced) or (plain and is_first_microbatch is None and nothing_kept)
+    if not cast_now:
         given.w = layer._weight_operands(spec, given.delayed, weight, is_first_microbatch)
         if spec.seen is not None and given.w is not None:
             spec.seen("weight", weight, given.w)
     return new(LinearCall, (spec, exchange, source, given)), weight, bias
+
+
+def takes_node(
+    layer: LinearState, options: Options, exchange: Exchange, source: WeightSource, weight: Tensor,
+    is_first_microbatch: bool | None,
+) -> bool:  # fmt: skip
+    """Whether a compiled call is one operation a pass; a program to be exported shows its casts, to freeze weights."""
+    plain = options == options._replace(
+        ranks=None, input_is_quantized=False, recompute_x=False, quantize_output=False, quantize_grad_input=False,
+        gathers_weight=False, delays_wgrad=False,
+    )  # fmt: skip
+    usual = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
+    usual = usual and not exporting() and exchange.mode is None and source.dtype is None
+    return plain and usual and (len(layer._weight_names) == 1 or layer._gathered_weight() is None)
 
 
 def recipe_in_force(layer: LinearState) -> Recipe | None:

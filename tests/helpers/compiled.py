@@ -10,10 +10,59 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from minifloat.formats import Format
 from minifloat.nn import prepare
-from minifloat.recipe import Recipe
+from minifloat.quantizer import Quantizer
+from minifloat.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizerRole,
+    Recipe,
+    named,
+)
 
 Call = Callable[..., Any]
+
+
+def hybrid(role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
+    """MXFP8 forward and current scaling backward for inputs, delayed scaling for weights, a 4-bit copy cast twice."""
+    if role.tensor_type == "weight":
+        return DelayedScalingRequest(amax_history_len=4)
+    if role.tensor_type == "grad_output":
+        return Quantizer(Format("e5m2"))
+    return Quantizer.hybrid(
+        rowwise_quantizer=Quantizer(Format(block=32, scale_rule="e8m0")),
+        columnwise_quantizer=Quantizer(Format("e2m1", 16, scale_rule="two_level")),
+        columnwise_source="rowwise_dequantized",
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+    "rowwise": named("rowwise"),
+    "mxfp4": named("mxfp4"),
+    "mxfp6": named("mxfp6"),
+    "custom": CustomRecipe(hybrid),
+    "current epsilon": Float8CurrentScaling(amax_epsilon=1e-3),
+    "current pow2": Float8CurrentScaling(use_power_2_scales=True),
+    "block fp32": Float8BlockScaling(use_f32_scales=True),
+    "mxfp8 2d hybrid": MXFP8BlockScaling(enable_2d_quantization=True, fp8_format=MXFP8BlockScaling().fp8_format.HYBRID),
+    "nvfp4 no rht": NVFP4BlockScaling(disable_rht=True),
+    "nvfp4 nearest 1d": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_2d_quantization=True),
+    "nvfp4 row-scaled": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
+    "nvfp4 4over6": NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),
+    "high precision backward": Float8CurrentScaling(backward_override="high_precision"),
+    "dequantized backward": MXFP8BlockScaling(backward_override="dequantized"),
+}
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -117,9 +119,30 @@ def _(codes: Tensor, *rest: Any) -> Tensor:
     return codes.new_empty((rows, cols), dtype=dtype)
 
 
+class _Seeds(threading.local):
+    """Seeds of this thread's casts that were drawn before; None: each cast draws its own."""
+
+    given: list[Tensor] | None = None
+
+
+_seeds = _Seeds()
+
+
+@contextmanager
+def given_seeds(seeds: list[Tensor]) -> Iterator[None]:
+    """Inside, casts take these seeds, in order, and draw none."""
+    outer, _seeds.given = _seeds.given, seeds
+    try:
+        yield
+    finally:
+        _seeds.given = outer
+
+
 @operation(random=True)
 def draw_seed(like: Tensor) -> Tensor:
     """Seed and offset for stochastic rounding, int64 [2] on the device of ``like``, from PyTorch's generator there."""
+    if _seeds.given is not None:
+        return _seeds.given.pop(0)
     return torch.randint(2**62, (2,), dtype=torch.int64, device=like.device)
 
 
