@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from minifloat.autocast import DelayedCall
 from minifloat.comm.collectives import Pending
 from minifloat.formats import COLUMNWISE
+from minifloat.functional import node
 from minifloat.functional.autograd import as_output, first_order, guarded, replayed
 from minifloat.functional.exchange import UNKNOWN, Exchange, KnownOfX, waited
 from minifloat.functional.quantize import as_quantized_tensor, delayed_scale
@@ -58,21 +60,28 @@ class LinearFunction(torch.autograd.Function):
         ctx: Any, spec: Spec, exchange: Exchange, source: WeightSource, given: Given, x: Tensor, weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
-        x_scale = delayed_scale(given.delayed, "input", keep=True) if spec.saves_value else None
-        (y, *saved), (ctx.layouts, ctx.given) = forward_pass(spec, exchange, source, given, x, weight, bias, x_scale)
-        ctx.spec, ctx.exchange, ctx.source, ctx.delayed, ctx.x_shape = spec, exchange, source, given.delayed, x.shape
-        ctx.save_for_backward(*saved, x_scale)
-        return output(spec, exchange, y, x.shape, given.delayed)
+        call = LinearCall(spec, exchange, source, given)
+        if isinstance(spec, node.Traced):
+            inputs, ctx.sizes = (x, weight, bias), (*x.shape, weight.shape[0])
+            (y, *saved), ctx.after = node.forward("linear", (), (spec,), (given.delayed,), inputs, ctx.sizes)
+            y = as_output(y, (*x.shape[:-1], weight.shape[0]))
+        else:
+            (y, *saved), ctx.after = forward_pass(call, x, weight, bias)
+            y = output(spec, exchange, y, x.shape, given.delayed)
+        ctx.call, ctx.delayed, ctx.x_shape = call, given.delayed, x.shape
+        ctx.save_for_backward(*saved)
+        return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        spec, exchange = ctx.spec, ctx.exchange
-        *tensors, x_scale = ctx.saved_tensors
-        dx, dw, db = backward_pass(
-            spec, exchange, ctx.source, ctx.delayed, ctx.given, dy, tensors, ctx.layouts, x_scale
-        )
+        spec, source, saved = ctx.call.spec, ctx.call.source, ctx.saved_tensors
+        if isinstance(spec, node.Traced):
+            memory = source.memory(spec.options)
+            dx, dw, db = node.backward(ctx.after, (ctx.delayed,), (dy,), saved, ctx.sizes, (memory,))
+            dw = dw if dw is None else dw.view(ctx.sizes[-1], ctx.sizes[-2])
+        else:
+            dx, dw, db = backward_pass(ctx.call, ctx.delayed, ctx.after, dy, saved)
         if dx is not None:
             dx = grad_input(spec, dx, ctx.x_shape, ctx.delayed)
         if ctx.delayed is not None:
@@ -81,36 +90,36 @@ class LinearFunction(torch.autograd.Function):
 
 
 def forward_pass(
-    spec: Spec, exchange: Exchange, source: WeightSource, given: Given, x: Tensor, weight: Tensor, bias: Tensor | None,
-    x_scale: Tensor | None = None,
-) -> tuple[Sequence[Any], tuple[Any, Any]]:  # fmt: skip
-    """Computes Y and what backward reads; then their layouts, and what of the call decides on the backward.
-
-    ``x_scale``: of delayed scaling, if backward casts X again.
-    """
+    call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Sequence[Any], tuple[Any, Any]]:
+    """Computes Y and what backward reads; then the layouts of that, and what of the call decides on the backward."""
+    spec, exchange, source, given = call
 
     def compute() -> tuple[list[Any], list[Any]]:
+        # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
+        x_scale = delayed_scale(given.delayed, "input", keep=True) if spec.saves_value else None
         known = UNKNOWN if x_scale is None else KnownOfX(x_scale)
         x_operands, w_operands, own_x = exchange.quantize_inputs(spec, source, given, x, weight, known)
         y = exchange.fprop(spec, x_operands, w_operands, bias, *given.out)
         saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
         saved, layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
-        return [y, *saved], layouts
+        return [y, *saved, x_scale], layouts
 
     read = x if given.x is None else None, weight if given.w is None else None, bias
-    taped = spec.forward and forward_inputs([(spec, exchange, source, given)], *read)
+    taped = spec.forward and forward_inputs([call], *read)
     made, layouts = replayed(spec.forward, *taped, compute) if taped else compute()
     return made, (layouts, taped and taped[0])
 
 
 def backward_pass(
-    spec: Spec, exchange: Exchange, source: WeightSource, delayed: DelayedCall | None, key: Any, dy: Tensor,
-    saved: Sequence[Tensor | None], layouts: Any, x_scale: Tensor | None,
-) -> Sequence[Any]:  # fmt: skip
-    """Computes dX [M, K], dW and db, each None if not needed, from what :func:`forward_pass` saved."""
+    call: LinearCall, delayed: DelayedCall | None, after: tuple[Any, Any], dy: Tensor, saved: Sequence[Tensor | None]
+) -> Sequence[Any]:
+    """Computes dX [M, K], dW and db, each None if not needed, from what :func:`forward_pass` gave."""
+    (spec, exchange, source, _), (layouts, key) = call, after
 
     def compute() -> tuple[list[Any], None]:
-        x, w = unpack(layouts, saved)
+        *packed, x_scale = saved
+        x, w = unpack(layouts, packed)
         db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
         dy_operands = exchange.quantize_dy(spec, dy, delayed)
         dx, dw = gradients(spec, exchange, source, dy_operands, x, w, x_scale)
@@ -120,6 +129,43 @@ def backward_pass(
     return (replayed(spec.backward, (source.dtype, key), inputs, compute) if inputs else compute())[0]
 
 
+class LinearPass(node.Pass):
+    """Plan of a linear; its inputs are X, W and b."""
+
+    def forward(self, calls: Any, inputs: Sequence[Any]) -> Sequence[Tensor | None]:
+        return forward_pass(*calls, *inputs)[0]
+
+    def results(self, sizes: Sequence[Any]) -> list[node.Result]:
+        (spec,), (*lead, _, n) = self.specs, sizes
+        y, (x, w) = node.Memory((prod(lead), n), spec.options.dtype), self._operands(sizes)
+        kept = spec.saves_value and spec.config.delayed is not None
+        return [y, *x.results, *w.results, node.Memory((1,), torch.float32) if kept else None]
+
+    def _operands(self, sizes: Sequence[Any]) -> tuple[node.Saved, node.Saved]:
+        *lead, k, n = sizes
+        return node.saved_operands(self.specs[0], prod(lead), k, n, 0, 1)
+
+    def saved(self, sizes: Sequence[Any]) -> list[node.Result]:
+        return self.results(sizes)[1:]
+
+    def backward(
+        self, calls: Any, gradients: Sequence[Any], saved: Sequence[Tensor | None],
+        sizes: Sequence[int],
+    ) -> Sequence[Tensor | None]:  # fmt: skip
+        layouts = [each.layout for each in self._operands(sizes)]
+        return backward_pass(calls[0], calls[0].given.delayed, (layouts, None), gradients[0], saved)
+
+    def gradients(self, sizes: Sequence[Any], given: Sequence[bool]) -> list[node.Result]:
+        (spec,), (*lead, k, n), (into_memory,) = self.specs, sizes, self.into_memory
+        types = spec.options
+        return [
+            node.Memory((prod(lead), k), types.dtype) if types.needs_x else None,
+            node.Memory((n, k), types.dtype) if types.needs_w and not into_memory else None,
+            node.Memory((n,), types.dtype) if types.needs_b else None,
+        ]
+
+
+node.Pass.kinds["linear"] = LinearPass
 apply_eagerly = super(torch.autograd.Function, LinearFunction).apply
 """``LinearFunction.apply`` without the ten Python calls that ``torch.func`` needs."""
 

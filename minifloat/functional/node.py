@@ -1,17 +1,17 @@
-"""A pass of a linear as one operation: what a compiler sees of it, and what the compiled graph runs.
+"""A pass of a module as one operation: what a compiler sees of it, and what the compiled graph runs.
 
-``minifloat::node(direction, key, tensors, sizes)`` runs the forward or the backward of ``functional/linear.py``. Its
-key spells the config, the options and what else decides on the pass, so that a graph that was saved finds its plan in
-another process. A compiler gets shapes from the key and the sizes, and traces nothing of the pass; eager code, and
-what a CUDA graph captures, runs the same lines.
+``minifloat::node(direction, key, tensors, sizes)`` runs a forward or a backward. Its key spells the kind of module, the
+config and options of each linear, and what else decides on the pass, so that a graph that was saved finds its plan in
+another process. A compiler gets shapes from the key and the sizes, and traces nothing of the pass; eager code, and what
+a CUDA graph captures, runs the same lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,142 +20,189 @@ from minifloat import backends
 from minifloat.autocast import DelayedCall
 from minifloat.delayed import History
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
-from minifloat.functional import linear
-from minifloat.functional.autograd import first_order, guarded
-from minifloat.functional.exchange import LOCAL
-from minifloat.functional.quantize import LinearConfig, Options, delayed_scale
+from minifloat.functional.autograd import guarded
+from minifloat.functional.quantize import LinearConfig, Options
 from minifloat.functional.spec import Given, Spec, make_spec
-from minifloat.functional.weight_source import Product, WeightSource
+from minifloat.functional.weight_source import IntoMemory, WeightSource
 from minifloat.operand import Operand
 from minifloat.ops import delayed
 from minifloat.ops.library import apart
 from minifloat.ops.quantize import amax_shape, code_shape, given_seeds, scale_shape
 from minifloat.quantizer import Quantizer
 
-VERSION = 1
+VERSION = 2
 """Version of the keys: a graph from a compiler's cache or a file may not run with other shapes or another order."""
 
-_MOST = 7  # results of a pass that writes to a tensor: such an operation returns no list
+_MOST = 24  # results of a pass that writes to a tensor: such an operation returns no list
+_WRITTEN = [f"Tensor({alias}!)? {name}" for alias, name in zip("abcd", ("h1", "h2", "dw1", "dw2"), strict=True)]
 _LIBRARY = torch.library.Library("minifloat", "FRAGMENT")
-_LIBRARY.define("node(str direction, str key, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
-_LIBRARY.define(
-    "node_(str direction, str key, Tensor[] tensors, SymInt[] sizes, Tensor(a!)? history, Tensor(b!)? main_grad) -> "
-    f"({', '.join(['Tensor'] * _MOST)})"
-)
+_ARGUMENTS = "str direction, str key, Tensor?[] tensors, SymInt[] sizes"
+_LIBRARY.define(f"node({_ARGUMENTS}) -> Tensor[]")
+_LIBRARY.define(f"node_({', '.join([_ARGUMENTS, *_WRITTEN])}) -> ({', '.join(['Tensor'] * _MOST)})")
 _LIBRARY.define(
     "draw_of_pass(Tensor like, Tensor apart, int count) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,)
 )
+
+
+class Memory(NamedTuple):
+    """A result of a pass: its shape and dtype, and whether its columns are consecutive in memory."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    turned: bool = False
+
+
+class Itself(NamedTuple):
+    """A tensor that the module has: the input of that ``number``, or what it saves; its shape."""
+
+    number: int
+    shape: tuple[Any, ...]
+
+
+Result = Memory | Itself | None
+"""Memory that a pass makes, or a tensor that the module has; None where there is neither."""
 
 Layout = tuple[Format, int] | None
 """Format and dim of an operand that backward reads; of :data:`IDENTITY` where that is the tensor itself."""
 
 
-class Facts(NamedTuple):
-    """Facts of a plan that traced code asks for.
+class Saved(NamedTuple):
+    """An operand that backward reads, of X or W [rows, cols], the input ``number``; ``k_major``: as casts have it."""
 
-    Args:
-        saved: how many tensors forward makes for backward.
-        forward_seeds, backward_seeds: how many casts round at random.
-        saves_x, saves_w: backward reads X or W itself. ``reads_scale``: it casts X again.
+    at: Layout
+    rows: Any
+    cols: Any
+    dtype: torch.dtype
+    number: int
+    k_major: bool
+
+    @property
+    def results(self) -> list[Result]:
+        """Codes, scales, amax and offsets, as ``pack`` lists them."""
+        if self.at is None:
+            return [None] * 4
+        fmt, dim = self.at
+        if not fmt.quantized:
+            shape = self.rows, self.cols
+            return [Itself(self.number, shape) if self.number >= 0 else Memory(shape, self.dtype), None, None, None]
+        k_major = self.k_major and backends.k_major(fmt)
+        strips = dim == ROWWISE and fmt.block > 0 and not fmt.tile
+        sizes = dim, self.rows, self.cols
+        codes = Memory(code_shape(fmt, *sizes), torch.uint8, k_major and dim == COLUMNWISE)
+        scales = Memory(scale_shape(fmt, *sizes), fmt.scale_dtype, k_major and strips)
+        two = fmt.scale_rule == "two_level"
+        return [codes, scales, Memory(amax_shape(fmt, *sizes), torch.float32) if two else None, None]
+
+    @property
+    def layout(self) -> tuple[Any, int, Any]:
+        """Says to ``unpack`` what these results are."""
+        if self.at is None:
+            return None, 4, ()
+        return Operand, 4, (*self.at, (self.rows, self.cols), self.dtype)
+
+
+class Pass:
+    """Plan of a kind of module: what its key spells; ``kinds`` has each by name.
+
+    Attributes:
+        specs: of its linears. ``into_memory``: which of them add dW to memory that is given.
+        seeds: how many casts of the forward and of the backward round at random.
     """
 
-    saved: int
-    forward_seeds: int
-    backward_seeds: int
-    saves_x: bool
-    saves_w: bool
-    reads_scale: bool
+    kinds: ClassVar[dict[str, type[Pass]]] = {}
 
+    def __init__(self, specs: Sequence[Spec], into_memory: Sequence[bool], facts: Sequence[str]) -> None:
+        self.specs, self.into_memory, self.facts = specs, into_memory, facts
+        forward = [draws(each) for spec in specs for each in (spec.x, spec.w)]
+        again = [draws(spec.config.input) for spec in specs if spec.recompute_x or spec.again is not None]
+        self.seeds = sum(forward), sum([draws(spec.dy) for spec in specs]) + sum(again)
 
-class Plan(NamedTuple):
-    """Decisions that a key spells. ``x``, ``w``: what backward reads of X and W; ``bias``: forward adds one."""
+    def forward(self, calls: Any, inputs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Computes what :meth:`results` lists."""
+        raise NotImplementedError
 
-    spec: Spec
-    bias: bool
-    x: Layout
-    w: Layout
-    facts: Facts
+    def results(self, sizes: Sequence[Any]) -> list[Result]:
+        """Lists what forward gives: ``sizes`` are the shape of X and the rows of each weight."""
+        raise NotImplementedError
 
-    def memory(self, at: Layout, rows: Any, cols: Any) -> list[tuple[tuple[Any, ...], torch.dtype, bool]]:
-        """Shape and dtype of the tensors that save an operand, and whether its columns are consecutive in memory."""
-        if at is None or not at[0].quantized:
-            return []
-        fmt, dim = at
-        k_major = self.spec.options.device == "cuda" and backends.k_major(fmt)
-        strips = dim == ROWWISE and fmt.block > 0 and not fmt.tile
-        made = [
-            (code_shape(fmt, dim, rows, cols), torch.uint8, k_major and dim == COLUMNWISE),
-            (scale_shape(fmt, dim, rows, cols), fmt.scale_dtype, k_major and strips),
-        ]
-        two = [(amax_shape(fmt, dim, rows, cols), torch.float32, False)] * (fmt.scale_rule == "two_level")
-        return [*made, *two]
+    def backward(
+        self, calls: Any, gradients: Sequence[Tensor | None], saved: Sequence[Tensor | None],
+        sizes: Sequence[int],
+    ) -> Sequence[Tensor | None]:  # fmt: skip
+        """Computes what :meth:`gradients` lists, of the gradients of the outputs and what the module saved."""
+        raise NotImplementedError
 
-    def flat(self, at: Layout, tensors: Sequence[Tensor | None], rows: int, cols: int) -> list[Tensor]:
-        """The tensors that save an operand, as vectors: of a shape in blocks a compiler would guard the size 1."""
-        found = zip(tensors, self.memory(at, rows, cols), strict=False)
-        return [(x.t() if turned else x).reshape(-1) for x, (*_, turned) in found if x is not None]
+    def gradients(self, sizes: Sequence[Any], given: Sequence[bool]) -> list[Result]:
+        """Lists what backward gives; ``given``: which gradients there are."""
+        raise NotImplementedError
 
-    def operand(
-        self, at: Layout, saved: Iterator[Tensor], value: Tensor | None, rows: int, cols: int
-    ) -> Operand | None:
-        """The inverse of :meth:`flat`; ``value``: X or W itself, where that is what was saved."""
-        if at is None:
-            return None
-        (fmt, dim), types, shape = at, self.spec.options, (rows, cols)
-        dtype = types.dtype if at is self.x else types.weight_dtype
-        if not fmt.quantized:
-            assert value is not None
-            return Operand(value.reshape(shape), None, None, IDENTITY, ROWWISE, shape, dtype)
-        sizes = [(size[::-1], turned) if turned else (size, turned) for size, _, turned in self.memory(at, rows, cols)]
-        made = [next(saved).view(size).t() if turned else next(saved).view(size) for size, turned in sizes]
-        return Operand(made[0], made[1], made[2] if len(made) == 3 else None, fmt, dim, shape, dtype)
+    def saved(self, sizes: Sequence[Any]) -> list[Result]:
+        """Lists what the module saves for backward."""
+        raise NotImplementedError
 
 
 class Traced(NamedTuple):
-    """Takes the place of a :class:`Spec` in traced code. ``key``: without whether there is a bias."""
+    """Takes the place of a :class:`Spec` in traced code; its ``key`` spells one."""
 
     key: str
     config: LinearConfig
     options: Options
+    recompute_x: bool
     eager: bool = False
     seen: None = None
 
 
-def key_of(text: str, options: Options) -> str:
-    """Spells a plan; ``text`` is :attr:`LinearConfig.text`."""
-    flags = (options.needs_x, options.needs_w, options.needs_b, options.batch_invariant)
+def traced(config: LinearConfig, options: Options, into_memory: bool) -> Traced:
+    """Spells a spec; see :attr:`LinearConfig.text`."""
+    needs = options.needs_x, options.needs_w, options.needs_b
+    flags = *needs, options.batch_invariant, options.recompute_x, into_memory
     types = f"{options.device}|{str(options.dtype)[6:]}|{str(options.weight_dtype)[6:]}"
-    return f"{VERSION}|{types}|{''.join(['1' if flag else '0' for flag in flags])}|{text}"
+    recompute_x = options.recompute_x and options.needs_x and options.needs_w and config.backward_override is None
+    key = f"{types}|{''.join(['1' if flag else '0' for flag in flags])}|{config.text}"
+    return Traced(key, config, options, recompute_x)
 
 
 @lru_cache(4096)
-def plan(key: str) -> Plan:
+def plan(key: str) -> Pass:
     """Builds what a key spells, outside of any trace."""
-    version, device, dtype, weight_dtype, flags, text, bias = key.split("|")
+    version, kind, facts, *texts = key.split("#")
     if version != str(VERSION):
         raise ValueError(f"a graph was compiled or exported for passes {version}; these are {VERSION}: make it anew")
-    x, w, b, alone = (flag == "1" for flag in flags)
-    options = Options(device, getattr(torch, dtype), getattr(torch, weight_dtype), x, w, b, batch_invariant=alone)
     tracing, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
     try:
-        spec = make_spec(LinearConfig.of_text(text), options, of_operation=True)
+        specs, into_memory = zip(*map(_spec, texts), strict=True)
+        return Pass.kinds[kind](specs, into_memory, facts.split(","))
     finally:
         torch.compiler._is_compiling_flag = tracing
-    saved_x, saved_w = None, None
+
+
+def _spec(text: str) -> tuple[Spec, bool]:
+    device, dtype, weight_dtype, flags, config = text.split("|")
+    x, w, b, alone, recompute_x, into_memory = (flag == "1" for flag in flags)
+    types = getattr(torch, dtype), getattr(torch, weight_dtype)
+    options = Options(device, *types, x, w, b, batch_invariant=alone, recompute_x=recompute_x)
+    return make_spec(LinearConfig.of_text(config), options, of_operation=True), into_memory
+
+
+def saved_operands(spec: Spec, rows: Any, cols: Any, features: Any, x: int, w: int) -> tuple[Saved, Saved]:
+    """Finds what backward reads of X [rows, cols] and W [features, cols], the inputs of the numbers ``x`` and ``w``."""
+    options = spec.options
+    of_x: Layout = None
+    of_w: Layout = None
     if spec.saves_x != "nothing":
-        saved_x = (IDENTITY, ROWWISE) if spec.saves_x == "values" else _layout(spec.x, spec.along, device)
+        of_x = (IDENTITY, ROWWISE) if spec.saves_x == "values" else _layout(spec.x, spec.along, options.device)
     if options.needs_x:
-        saved_w = (IDENTITY, ROWWISE) if spec.override == "high_precision" else _layout(spec.w, spec.along, device)
-    forward, backward = (sum([_draws(each) for each in some]) for some in ((spec.x, spec.w), (spec.dy,)))
-    itself = [at is not None and not at[0].quantized for at in (saved_x, saved_w)]
-    again = spec.again is not None and spec.again.format(COLUMNWISE).scale_rule == "given"
-    backward += 0 if spec.again is None else _draws(spec.again)
-    made = Plan(spec, bias == "1", saved_x, saved_w, Facts(0, forward, backward, itself[0], itself[1], again))
-    count = sum([len(made.memory(at, 1, 1)) for at in (saved_x, saved_w)])
-    return made._replace(facts=made.facts._replace(saved=count))
+        itself = spec.override == "high_precision"
+        of_w = (IDENTITY, ROWWISE) if itself else _layout(spec.w, spec.along, options.device)
+    k_major = options.device == "cuda"
+    return (
+        Saved(of_x, rows, cols, options.dtype, x, k_major),
+        Saved(of_w, features, cols, options.weight_dtype, w, k_major),
+    )
 
 
-def _draws(quantizer: Quantizer) -> bool:
+def draws(quantizer: Quantizer) -> bool:
+    """Whether some cast rounds at random."""
     return any(fmt.rounding == "stochastic" for fmt, _ in quantizer.casts)
 
 
@@ -168,20 +215,15 @@ def _layout(quantizer: Quantizer, along: int, device: str) -> Layout:
     return (fmt, dim) if fmt.quantized else (IDENTITY, ROWWISE)
 
 
-def facts(key: str) -> tuple[Any, ...]:
-    """The :class:`Facts` of a plan; a compiler calls this, and does not trace it."""
-    return tuple(plan(key).facts)
+# ---- the operation ----
 
 
-facts._dynamo_marked_constant = True  # type: ignore[attr-defined] # what assume_constant_result does
-
-
-class _Call:
-    """Delayed scaling of one pass: the scales that it reads, and where it records."""
+class _Delayed:
+    """Delayed scaling of one linear in a pass: the scales that it reads, and where it records."""
 
     compiling = False
 
-    def __init__(self, direction: int, scale: Tensor | None, history: Tensor | None) -> None:
+    def __init__(self, scale: Tensor, history: Tensor | None) -> None:
         self.histories = (History(scale, history, None, ""),) * 2  # type: ignore[arg-type]
         self.records = (history is not None,) * 2
 
@@ -189,97 +231,88 @@ class _Call:
 
 
 def run(
-    direction: str, key: str, tensors: list[Tensor], sizes: list[int], history: Tensor | None = None,
-    main_grad: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
+    direction: str, key: str, tensors: list[Tensor | None], sizes: list[int], *written: Tensor | None
+) -> list[Tensor]:
     """Runs a pass.
 
     Args:
         direction: ``"forward"`` or ``"backward"``.
-        tensors: forward: X, W, b; backward: dY, X or W themselves where it reads those, what forward saved; then the
-            scales of delayed scaling, a scale to cast X again with, and seeds, as many as the plan says.
-        sizes: the shape of X.
+        tensors: forward: its inputs; backward: the gradients of the outputs and what the module saved. Then the scales
+            of delayed scaling of each linear, and the seeds.
+        sizes: the shape of X and the rows of each weight.
+        written: the histories of two linears, and memory that their dW are added to.
     """
-    p = plan(key)
-    with torch.no_grad(), torch._C._DisableAutocast():
-        if direction == "forward":
-            return _forward(p, tensors, history)
-        return _backward(p, tensors, sizes, history, main_grad)
+    plan_, backward = plan(key), direction == "backward"
+    specs = plan_.specs
+    end = len(tensors) - plan_.seeds[backward]
+    own, scales, seeds = tensors[: end - len(specs)], tensors[end - len(specs) : end], list[Any](tensors[end:])
+    calls = [_call_of(spec, scales[i], *written[i::2]) for i, spec in enumerate(specs)]
+    if not backward and any(history is not None for history in written):
+        delayed.refuse_recomputation()
+    with torch.no_grad(), torch._C._DisableAutocast(), given_seeds(seeds):
+        if not backward:
+            return _flat(plan_.forward(calls, own), plan_.results(sizes))
+        saved = plan_.saved(sizes)
+        outputs = own[: len(own) - len(saved)]
+        kept = [_restored(x, result) for x, result in zip(own[len(outputs) :], saved, strict=True)]
+        made = plan_.backward(calls, outputs, kept, sizes)
+        given = [gradient is not None for gradient in outputs]
+        made = [x.clone() if x is not None and any(x is each for each in outputs) else x for x in made]
+        return _flat(made, plan_.gradients(sizes, given))
 
 
-def _forward(p: Plan, tensors: list[Tensor], history: Tensor | None) -> list[Tensor]:
-    spec, (x, weight, *rest) = p.spec, tensors
-    bias = rest.pop(0) if p.bias else None
+def _call_of(spec: Spec, scale: Tensor | None, history: Tensor | None = None, memory: Tensor | None = None) -> Any:
+    from minifloat.functional.exchange import LOCAL
+    from minifloat.functional.linear import LinearCall
+
     given = Given()
-    if spec.config.delayed is not None:
-        if history is not None:
-            delayed.refuse_recomputation()
-        given.delayed = _Call(0, rest.pop(0), history)  # type: ignore[assignment]
-    with given_seeds(rest):
-        (y, *saved), _ = linear.forward_pass(spec, LOCAL, WeightSource(), given, x, weight, bias)
-    cols = x.shape[-1]
-    made = [*p.flat(p.x, saved[:3], x.numel() // max(cols, 1), cols), *p.flat(p.w, saved[4:7], *weight.shape)]
-    return [y.view(*x.shape[:-1], y.shape[1]), *made]
+    if scale is not None:
+        given.delayed = _Delayed(scale, history)  # type: ignore[assignment]
+    return LinearCall(spec, LOCAL, WeightSource() if memory is None else IntoMemory(memory), given)
 
 
-class _MainGrad(WeightSource):
-    """Adds dW to memory that the operation was given."""
-
-    def __init__(self, memory: Tensor) -> None:
-        super().__init__(main_grad=True)
-        self.memory = memory
-
-    def accumulate(self, spec: Spec, product: Product) -> None:
-        product(self.memory.dtype, self.memory, True)
-
-
-def _backward(
-    p: Plan, tensors: list[Tensor], sizes: Sequence[int], history: Tensor | None, main_grad: Tensor | None
-) -> list[Tensor]:
-    spec, (dy, *rest) = p.spec, tensors
-    values = [rest.pop(0) if itself else None for itself in (p.facts.saves_x, p.facts.saves_w)]
-    shapes = (prod(sizes[:-1]), sizes[-1]), (dy.shape[-1], sizes[-1])
-    count = p.facts.saved
-    saved = iter(rest[:count])
-    x, w = (p.operand(at, saved, v, *shape) for at, v, shape in zip((p.x, p.w), values, shapes, strict=True))
-    rest = rest[count:]
-    x_scale = rest.pop(0) if p.facts.reads_scale else None
-    call: Any = _Call(1, rest.pop(0), history) if spec.config.delayed is not None else None
-    packed, layouts = linear.pack(x, w)
-    with given_seeds(rest):
-        source = WeightSource() if main_grad is None else _MainGrad(main_grad)
-        made = linear.backward_pass(spec, LOCAL, source, call, None, dy, packed, layouts, x_scale)
-    dx = None if made[0] is None else made[0].view(sizes)
-    return [each for each in (dx, *made[1:]) if each is not None]
+def _flat(made: Sequence[Tensor | None], results: Sequence[Result]) -> list[Tensor]:
+    """Gives what was made as vectors: of a shape in blocks a compiler would guard whether a size is 1."""
+    flat: list[Tensor] = []
+    storages = set()
+    for x, result in zip(made, results, strict=True):
+        if isinstance(result, Memory):
+            assert x is not None
+            storage = x.untyped_storage()._cdata
+            x = x.clone() if storage in storages else x  # results share no memory
+            storages.add(storage)
+            flat.append((x.t() if result.turned else x).reshape(-1))
+    return flat
 
 
-def run_(direction: str, key: str, tensors: list[Tensor], sizes: list[int], *written: Tensor | None) -> list[Tensor]:
-    made = run(direction, key, tensors, sizes, *written)
-    return [*made, *[tensors[0].new_empty(0) for _ in range(_MOST - len(made))]]
+def _restored(x: Tensor | None, result: Result) -> Tensor | None:
+    if x is None or result is None:
+        return None
+    if isinstance(result, Memory) and result.turned:
+        return x.view(result.shape[::-1]).t()
+    return x.reshape(result.shape)
 
 
-def shapes(
-    direction: str, key: str, tensors: list[Tensor], sizes: list[Any], history: Tensor | None = None,
-    main_grad: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Shapes and dtypes of the results, from the key and the sizes, which may be symbols."""
-    p, first = plan(key), tensors[0]
-    types = p.spec.options
+def _run_(*args: Any) -> list[Tensor]:
+    made = run(*args)
+    like = made[0]
+    return [*made, *[like.new_empty(0) for _ in range(_MOST - len(made))]]
+
+
+def shapes(direction: str, key: str, tensors: list[Tensor | None], sizes: list[Any], *written: Any) -> list[Tensor]:
+    """Sizes and dtypes of the results, from the key and the sizes, which may be symbols."""
+    plan_ = plan(key)
+    like = next(x for x in tensors if x is not None)
+    results = plan_.results(sizes)
     if direction == "backward":
-        n = first.shape[-1]
-        dx = [first.new_empty(sizes, dtype=types.dtype)] * types.needs_x
-        dw = [first.new_empty((n, sizes[-1]), dtype=types.dtype)] * (types.needs_w and main_grad is None)
-        return [*dx, *dw, *[first.new_empty((n,))] * types.needs_b]
-    weight = tensors[1]
-    rows = first.numel() // first.shape[-1] if first.shape[-1] else prod(first.shape[:-1])
-    made = [*p.memory(p.x, rows, first.shape[-1]), *p.memory(p.w, *weight.shape)]
-    y = first.new_empty((*first.shape[:-1], weight.shape[0]), dtype=types.dtype)
-    return [y, *[first.new_empty((prod(size),), dtype=dtype) for size, dtype, _ in made]]
+        outputs = len(tensors) - len(plan_.saved(sizes)) - len(plan_.specs) - plan_.seeds[1]
+        results = plan_.gradients(sizes, [x is not None for x in tensors[:outputs]])
+    return [like.new_empty((prod(each.shape),), dtype=each.dtype) for each in results if isinstance(each, Memory)]
 
 
-def _shapes_(*args: Any) -> tuple[Tensor, ...]:
-    made, tensors = shapes(*args), args[2]
-    return (*made, *[tensors[0].new_empty((0,)) for _ in range(_MOST - len(made))])
+def _shapes_(*args: Any) -> list[Tensor]:
+    made = shapes(*args)
+    return [*made, *[made[0].new_empty((0,)) for _ in range(_MOST - len(made))]]
 
 
 def draw_of_pass(like: Tensor, apart: Tensor, count: int) -> list[Tensor]:
@@ -289,58 +322,76 @@ def draw_of_pass(like: Tensor, apart: Tensor, count: int) -> list[Tensor]:
 
 for _name, _function, _fake in (
     ("node", run, shapes),
-    ("node_", run_, _shapes_),
+    ("node_", _run_, _shapes_),
     ("draw_of_pass", draw_of_pass, lambda like, _, count: [like.new_empty(2, dtype=torch.int64) for _ in range(count)]),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"minifloat::{_name}", _fake, lib=_LIBRARY)
 
 
+# ---- in traced code ----
+
+
+def facts(key: str) -> tuple[list[int], int, int]:
+    """Lists for each result -2 if forward makes it, -1 if there is none, else the number of the input; and the seeds.
+
+    A compiler calls this, and does not trace it.
+    """
+    results = plan(key).results([1] * 8)
+    codes = [-1 if each is None else each.number if isinstance(each, Itself) else -2 for each in results]
+    return codes, *plan(key).seeds
+
+
+def given_gradients(key: str, given: tuple[bool, ...]) -> list[bool]:
+    """Which gradients a backward makes, of those that are ``given``. A compiler does not trace this either."""
+    return [each is not None for each in plan(key).gradients([1] * 8, given)]
+
+
+for _constant in (facts, given_gradients):
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010 - what assume_constant_result does
+
+
+def forward(
+    kind: str, how: Sequence[str], specs: Sequence[Traced], calls: Sequence[DelayedCall | None],
+    inputs: Sequence[Any], sizes: Sequence[int],
+) -> tuple[list[Any], str]:  # fmt: skip
+    """Calls the forward of a kind of module from traced code; returns its results, as vectors, and the key.
+
+    ``how``: what decides on it beside the linears. ``calls``: of delayed scaling, of each linear.
+    """
+    key = "#".join([str(VERSION), kind, ",".join(how), *[spec.key for spec in specs]])
+    codes, seeds, _ = facts(key)
+    made = iter(_call("forward", key, inputs, sizes, calls, seeds))
+    inputs = [guarded(inputs[0]), *inputs[1:]] if 0 in codes else inputs
+    return [next(made) if code == -2 else None if code == -1 else inputs[code] for code in codes], key
+
+
+def backward(
+    key: str, calls: Sequence[DelayedCall | None], gradients: Sequence[Tensor | None],
+    saved: Sequence[Tensor | None], sizes: Sequence[int], memory: Sequence[Tensor | None] = (None,),
+) -> list[Any]:  # fmt: skip
+    """Calls the backward; ``memory``: of each linear, what its dW is added to."""
+    made = iter(_call("backward", key, [*gradients, *saved], sizes, calls, facts(key)[2], memory))
+    given = given_gradients(key, tuple([each is not None for each in gradients]))
+    return [next(made) if there else None for there in given]
+
+
 def _call(
-    direction: str, key: str, tensors: list[Tensor], sizes: Sequence[int], call: DelayedCall | None, count: int,
-    main_grad: Tensor | None = None,
+    direction: str, key: str, tensors: Sequence[Tensor | None], sizes: Sequence[int],
+    calls: Sequence[DelayedCall | None], count: int, memory: Sequence[Tensor | None] = (),
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Calls the operation from traced code; ``count``: of seeds, which are drawn outside of it."""
-    ops, written = torch.ops.minifloat, None
-    if call is not None:
-        backward = 1 if direction == "backward" else 0
-        history = call.histories[backward]
-        tensors = [*tensors, history.scale]
-        written = history.amax_history if call.records[backward] else None
-    if count:
-        tensors = [*tensors, *ops.draw_of_pass(tensors[0], apart(tensors[0], 0), count)]
-    if written is None and main_grad is None:
-        return ops.node(direction, key, tensors, list(sizes))
-    return ops.node_(direction, key, tensors, list(sizes), written, main_grad)
-
-
-class LinearNode(torch.autograd.Function):
-    """:class:`~minifloat.functional.linear.LinearFunction` in traced code."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, key: str, call: DelayedCall | None, main_grad: Tensor | None, x: Tensor, weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        key += "|0" if bias is None else "|1"
-        saved, drawn, ctx.drawn, saves_x, saves_w, reads_scale = facts(key)
-        scale = delayed_scale(call, "input", keep=True) if reads_scale else None
-        tensors = [x, weight] if bias is None else [x, weight, bias]
-        y, *made = _call("forward", key, tensors, x.shape, call, drawn)
-        itself = [*[guarded(x)] * saves_x, *[weight] * saves_w]
-        ctx.key, ctx.call, ctx.main_grad, ctx.x_shape = key, call, main_grad, x.shape
-        ctx.save_for_backward(*itself, *made[:saved], scale)
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        *saved, scale = ctx.saved_tensors
-        tensors = [dy.contiguous(), *saved] if scale is None else [dy.contiguous(), *saved, scale]
-        x, w, b = ctx.needs_input_grad[3:]
-        main_grad = ctx.main_grad if w else None
-        made = iter(_call("backward", ctx.key, tensors, ctx.x_shape, ctx.call, ctx.drawn, main_grad))
-        gradients = [next(made) if needed else None for needed in (x, w and main_grad is None, b)]
-        if ctx.call is not None:
-            ctx.call.backward_finished()
-        return None, None, None, *gradients
+    """Calls the operation; ``count``: of seeds, which are drawn outside of it."""
+    ops, number = torch.ops.minifloat, 1 if direction == "backward" else 0
+    scales: list[Tensor | None] = []
+    written: list[Tensor | None] = []
+    for call in calls:
+        scales.append(None if call is None else call.histories[number].scale)
+        recorded = call is not None and call.records[number]
+        written.append(call.histories[number].amax_history if call is not None and recorded else None)
+    like = next(x for x in tensors if x is not None)
+    seeds = ops.draw_of_pass(like, apart(like, 0), count) if count else []
+    arguments = direction, key, [*tensors, *scales, *seeds], list(sizes)
+    written = [*written, None][:2] + [*memory, None, None][:2]
+    if all(each is None for each in written):
+        return ops.node(*arguments)
+    return ops.node_(*arguments, *written)

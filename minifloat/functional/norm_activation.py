@@ -9,7 +9,7 @@ under delayed scaling, else rounded to the dtype of the input (``docs/numerics.m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -175,8 +175,23 @@ class Norm:
     eps: float = 1e-5
     zero_centered_gamma: bool = False
 
+    text: str = field(init=False, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         norm.check_name(self.normalization)
+        # Spelled here: in traced code a number of a module may be a symbol.
+        object.__setattr__(self, "text", f"{self.normalization}:{self.eps!r}:{int(self.zero_centered_gamma)}")
+
+    @classmethod
+    def of_text(cls, text: str) -> Norm:
+        """Reads ``text``."""
+        name, eps, centered = text.split(":")
+        return cls(name, float(eps), centered == "1")
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether it subtracts the mean, and has a beta."""
+        return self.normalization == "LayerNorm"
 
     def gradients(
         self, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, ...], dresidual: Tensor | None = None
@@ -274,12 +289,14 @@ class Activation:
 
     name: str
     parameters: tuple[float, ...] = ()
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.parameters) != len(defaults := activation.parameters_of(self.name)):
             raise ValueError(
                 f"{self.name} has {len(defaults)} parameters, got {len(self.parameters)}; use Activation.of"
             )
+        object.__setattr__(self, "text", ":".join([self.name, *map(repr, self.parameters)]))  # as of a norm
 
     @classmethod
     def of(cls, name: str, params: Mapping[str, float] | None = None) -> Activation:
@@ -289,6 +306,12 @@ class Activation:
             ValueError: there is no such activation, or it has no such parameter.
         """
         return cls(name, activation.parameters_of(name, params))
+
+    @classmethod
+    def of_text(cls, text: str) -> Activation:
+        """Reads ``text``."""
+        name, *parameters = text.split(":")
+        return cls(name, tuple(map(float, parameters)))
 
     @property
     def gated(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minifloat.formats import COLUMNWISE
 from minifloat.functional.autograd import is_wanted
-from minifloat.functional.quantize import values_of
+from minifloat.functional.quantize import Options, values_of
 from minifloat.functional.spec import Spec
 from minifloat.operand import Quantized
 from minifloat.ops import matmul
@@ -81,6 +81,11 @@ class WeightSource:
         product(self.parameters[0].main_grad.dtype, self.parameters[0].main_grad, True)
         return None
 
+    def memory(self, options: Options) -> Tensor | None:
+        """What a graph adds dW to."""
+        memory: Tensor | None = self.parameters[0].main_grad if self.main_grad and options.needs_w else None
+        return memory
+
     def _parts(self, dw: Tensor) -> Iterable[tuple[Any, Tensor]]:
         """Each parameter with its part of dW."""
         return zip(self.parameters, (dw,), strict=True)
@@ -100,6 +105,17 @@ class WeightSource:
             tasks.append(later)
         else:  # at the end: nothing is computed of a backward that raises
             torch.autograd.Variable._execution_engine.queue_callback(partial(tasks.append, later))
+
+
+class IntoMemory(WeightSource):
+    """Adds dW to memory that an operation was given."""
+
+    def __init__(self, memory: Tensor) -> None:
+        super().__init__(main_grad=True)
+        self._target = memory
+
+    def accumulate(self, spec: Spec, product: Product) -> None:
+        product(self._target.dtype, self._target, True)
 
 
 LOCAL_WEIGHT = WeightSource()

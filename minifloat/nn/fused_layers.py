@@ -131,6 +131,7 @@ class LayerNormLinear(parts.LayerOfParts):
             call, weight, b = linear_call.prepare_call(
                 linear, recipe, dtype, parts.needs_gradient(x, residual, gamma, beta), is_first_microbatch, fp8_output,
                 exchange=exchange, recompute_x=self.recompute_norm,
+                node=compiling and linear_call.takes_node(linear, is_first_microbatch),
             )  # fmt: skip
             of_norm = NormCall(norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             y, *extra = apply(LayerNormLinearFunction, of_norm, call, x.to(dtype), residual, gamma, beta, weight, b)
@@ -284,13 +285,17 @@ class LayerNormMLP(parts.LayerOfParts):
             dtype = linear_call.compute_dtype(fc1, x)
             gamma, beta = own_norm.weight, own_norm.bias
             needs_x = parts.needs_gradient(x, residual, gamma, beta)
-            call1, w1, b1 = linear_call.prepare_call(
-                fc1, first, dtype, needs_x, is_first_microbatch, exchange=column, recompute_x=self.recompute_norm
+            node = torch.compiler.is_compiling() and all(
+                linear_call.takes_node(fc, is_first_microbatch) for fc in (fc1, fc2)
             )
+            call1, w1, b1 = linear_call.prepare_call(
+                fc1, first, dtype, needs_x, is_first_microbatch, exchange=column, recompute_x=self.recompute_norm,
+                node=node,
+            )  # fmt: skip
             needs_hidden = needs_x or parts.needs_gradient(w1, b1)
             call2, w2, b2 = linear_call.prepare_call(
                 fc2, second, dtype, needs_hidden, is_first_microbatch, exchange=row,
-                recompute_x=self.recompute_activation,
+                recompute_x=self.recompute_activation, node=node,
             )  # fmt: skip
             norm = NormCall(own_norm.norm, self.return_layernorm_output, return_residual and parts.fuses(x))
             mlp = MLPCall(norm, self.activation, call1, call2)

@@ -18,7 +18,6 @@ from minifloat.comm.group import Group
 from minifloat.functional.autograd import apply, as_output, exporting
 from minifloat.functional.etp.rows import Reduction
 from minifloat.functional.linear import LinearFunction, apply_eagerly
-from minifloat.functional.node import LinearNode, Traced
 from minifloat.functional.quantize import Mode, calibrate, reuse
 from minifloat.nn import linear_call, options
 from minifloat.nn.linear_call import needs_eager, run_eager
@@ -174,17 +173,14 @@ class Linear(LinearState, nn.Linear):
         dtype = linear_call.compute_dtype(self, x)
         linear, weight, bias = linear_call.prepare_call(
             self, recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, exchange,
-            input_is_quantized=isinstance(x, QuantizedTensor), node=True,
+            input_is_quantized=isinstance(x, QuantizedTensor),
+            node=compiling and linear_call.takes_node(self, is_first_microbatch),
         )  # fmt: skip
-        (spec, exchange, source, given), x = linear, x.to(dtype)
+        (spec, exchange, _, given), x = linear, x.to(dtype)
         if not exchange.gathers_x and isinstance(x, QuantizedTensor):
             given.x = reuse(x, spec.x)
-        if isinstance(spec, Traced):
-            main_grad = source.parameters[0].main_grad if source.main_grad else None
-            y = apply(LinearNode, spec.key, given.delayed, main_grad, x, weight, bias)
-        else:
-            run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
-            y = run(*linear, x, weight, bias)
+        run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
+        y = run(*linear, x, weight, bias)
         if given.delayed is not None:
             given.delayed.forward_finished()
         if used.check_finite:

@@ -22,7 +22,7 @@ from minifloat.functional.autograd import autocast_enabled, exporting
 from minifloat.functional.exchange import LOCAL, Exchange
 from minifloat.functional.gemm import check_rows_alone
 from minifloat.functional.linear import LinearCall
-from minifloat.functional.node import Traced, key_of
+from minifloat.functional.node import Traced, traced
 from minifloat.functional.quantize import LinearConfig, Options
 from minifloat.functional.spec import Given, make_spec
 from minifloat.functional.weight_source import WeightSource, asks_in_backward
@@ -99,10 +99,7 @@ def prepare_call(
         check_weight_dtype(layer, weight.dtype)
         if options.batch_invariant:
             check_rows_alone(layer, config, options)
-        if compiling and node and takes_node(layer, options, exchange, source, weight, is_first_microbatch):
-            spec = Traced(key_of(config.text, options), config, options)
-        else:
-            spec = make_spec(config, options)
+        spec = traced(config, options, needs_w and source.main_grad) if node else make_spec(config, options)
         if not compiling:
             if len(specs) >= _MOST_SPECS:
                 specs.clear()
@@ -123,18 +120,12 @@ def prepare_call(
     return new(LinearCall, (spec, exchange, source, given)), weight, bias
 
 
-def takes_node(
-    layer: LinearState, options: Options, exchange: Exchange, source: WeightSource, weight: Tensor,
-    is_first_microbatch: bool | None,
-) -> bool:  # fmt: skip
-    """Whether a compiled call is one operation a pass; a program to be exported shows its casts, to freeze weights."""
-    plain = options == options._replace(
-        ranks=None, input_is_quantized=False, recompute_x=False, quantize_output=False, quantize_grad_input=False,
-        gathers_weight=False, delays_wgrad=False,
-    )  # fmt: skip
-    usual = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
-    usual = usual and not exporting() and exchange.mode is None and source.dtype is None
-    return plain and usual and (len(layer._weight_names) == 1 or layer._gathered_weight() is None)
+def takes_node(layer: LinearState, is_first_microbatch: bool | None) -> bool:
+    """Whether a pass in traced code is one operation; a program to be exported shows its casts, to freeze weights."""
+    special = exporting() or layer._etp is not None or layer.delay_wgrad_compute or layer.wgrad_in_weight_dtype
+    if special or layer._exchange.mode is not None or is_first_microbatch is not None:
+        return False
+    return not isinstance(layer._weight(layer._weight_names[0]), QuantizedTensor)
 
 
 def recipe_in_force(layer: LinearState) -> Recipe | None:
