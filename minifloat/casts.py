@@ -14,7 +14,7 @@ from minifloat import backends
 from minifloat.arguments import shown
 from minifloat.formats import COLUMNWISE, ROWWISE, Format
 from minifloat.operand import Operand, Quantized
-from minifloat.ops import delayed, grouped, new, quantize
+from minifloat.ops import grouped, new, quantize
 from minifloat.ops.library import apart
 from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix
 from minifloat.ops.tape import taping
@@ -128,7 +128,6 @@ class Casts:
         self._as_values: list[bool] = []  # for each cast
         self._needs_amax: list[list[bool]] = []  # for each cast of each tensor
         self._sources: list[tuple[int, int, bool]] = []  # of each cast: tensor, place among its amaxes, takes a scale
-        self._read: list[int] = []  # ``read_amaxes`` of the request, found without the parsing that no compiler traces
         self._stochastic: list[int] = []  # casts that need random bits
         self._works: dict[tuple[bool, Any], RequestedCasts] = {}  # by what is asked for, on a GPU or not
         for i, (own, each) in enumerate(wanted):
@@ -152,8 +151,6 @@ class Casts:
                     request.k_major.append(k_major and backends.k_major(fmt))
                     self._as_values.append(dim in emit_bf16)
                     request.own_level.append(numbers[twin])
-                    if fmt.scale_rule == "two_level" and numbers[twin] not in self._read:
-                        self._read.append(numbers[twin])
         self.how = request.formats, request.dims, request.k_major
         self._of_groups = wanted[0].operand_layout.of_groups if len(wanted) == 1 else None
         self.chained = self._of_groups is not None and self._of_groups is not wanted[0].operand_layout
@@ -162,9 +159,6 @@ class Casts:
         self.columns_k_major = all(order for dim, order in zip(*self.how[1:], strict=True) if dim == COLUMNWISE)
         self._nothing: list[Tensor | None] = [None] * len(self._sources)
         self.takes_scales = any(takes for _, _, takes in self._sources)
-        self.all_take_scales = all(takes for _, _, takes in self._sources) and {i for i, *_ in self._sources} == set(
-            range(len(wanted))
-        )
 
     def __call__(
         self, xs: Sequence[Tensor], amaxes: Sequence[Amaxes | None] | None = None,
@@ -191,19 +185,6 @@ class Casts:
             shape = x.shape
             results.append(each.operands(outputs, (math.prod(shape[:-1]), shape[-1]), x.dtype, x))
         return results
-
-    def recorded(
-        self, xs: Sequence[Tensor], history: tuple[Tensor, Tensor], slots: Sequence[int], forward: bool
-    ) -> list[Quantized]:
-        """Casts with delayed scales alone and records in one operation, in compiled code; see ``cast_and_record_``.
-
-        ``history``: the scales [n] and the amaxes [L, n]; the operands have no amax.
-        """
-        matrices, request = [as_matrix(x) for x in xs], self.request
-        made = delayed.cast_and_record_[len(request.cast_of)](
-            matrices, *history, forward, slots, request.cast_of, request.formats, request.dims, request.k_major
-        )
-        return self._operands(matrices, made[0::2], made[1::2], self._nothing, self._nothing)
 
     def of_groups(
         self, x: Tensor, offsets: Tensor, scales: Tensor | None = None, amax: Tensor | None = None,
@@ -312,13 +293,6 @@ class Casts:
         """Quantizes ``xs`` where a compiler, autograd or a dispatch mode sees each operation."""
         matrices = [as_matrix(x) for x in xs]
         drawn = self._drawn([apart(x, 0) for x in matrices] if self._stochastic else matrices, rngs)
-        both = amaxes is None and noop_flag is None and not self.takes_scales
-        if both and self.request.amax_of and self._sources and torch.compiler.is_dynamo_compiling():
-            # Both phases at once in compiled code, where the dispatcher costs more than a phase.
-            made = quantize.amax_and_cast(matrices, drawn, *self.request)
-            read, count = self._read, len(self._read)
-            own_levels = [made[read.index(own)] if own in read else None for own in self.request.own_level]
-            return self._operands(matrices, made[count::2], made[count + 1 :: 2], self._nothing, own_levels)
         if amaxes is None:
             levels: Sequence[Amaxes | None] = self.amaxes(matrices)
         else:

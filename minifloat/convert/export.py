@@ -30,7 +30,6 @@ _OF_CAST = ("codes", "scale_inv", "amax")
 _CASTS: dict[Any, int] = {
     quantize.amax.overload: 1,
     quantize.cast.overload: 3,
-    quantize.amax_and_cast.overload: 2,
     grouped.grouped_amax.overload: 1,
     grouped.grouped_cast.overload: 3,
 }

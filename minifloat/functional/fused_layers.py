@@ -252,7 +252,7 @@ def recompute_operand(spec: Spec, scale: Tensor | None, compute: Callable[..., F
     """Recomputes wgrad's operand of X; ``scale``: delayed scaling's in the forward. No amax is recorded again."""
     quantizer = spec.config.input.with_usage(rowwise=False)
     scale = scale if reads_fp32(quantizer) else None
-    output = compute(quantizer, scale=scale, fused=True, recompute=True)
+    output = compute(quantizer, scale=scale, fused=True)
     return output.cast(quantizer, None if scale is None else (scale,)).along(COLUMNWISE)
 
 

@@ -343,7 +343,7 @@ def facts(key: str) -> tuple[list[int], int, int]:
 
 
 def given_gradients(key: str, given: tuple[bool, ...]) -> list[bool]:
-    """Which gradients a backward makes, of those that are ``given``. A compiler does not trace this either."""
+    """Says which gradients a backward makes, of those that are ``given``. A compiler does not trace this either."""
     return [each is not None for each in plan(key).gradients([1] * 8, given)]
 
 

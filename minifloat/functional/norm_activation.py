@@ -157,9 +157,6 @@ class FusedOutput(NamedTuple):
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_NORM = norm.norm_forward, norm.norm_cast
-_NORM_RECOMPUTED = norm.norm_forward.for_recompute(), norm.norm_cast.for_recompute()
-
 
 @dataclass(frozen=True)
 class Norm:
@@ -249,7 +246,7 @@ class NormFunction(torch.autograd.Function):
 
 def norm_value(
     x: Tensor, gamma: Tensor, beta: Tensor | None, of: Norm, quantizer: Quantizer, *, residual: Tensor | None = None,
-    recompute: bool = False, **cast_options: Any,
+    **cast_options: Any,
 ) -> FusedOutput:  # fmt: skip
     """Computes LayerNorm or RMSNorm of ``x``, or of ``x + residual``, to be cast with ``quantizer``.
 
@@ -257,30 +254,24 @@ def norm_value(
         x: [..., K], bf16, fp16 or fp32.
         gamma, beta: [K], any float dtype; RMSNorm has no beta.
         residual: [..., K] in the dtype of ``x``; the sum, rounded to it, is :attr:`FusedOutput.stream`.
-        recompute: backward recomputes what its forward computed, see ``Operation.for_recompute``.
         cast_options: those of :class:`OutputCast`.
 
     Raises:
         TypeError, ValueError: ``x`` cannot be quantized (see ``cast_all``), or the parameters do not fit it.
     """
     cast = OutputCast(x, quantizer, **cast_options)
-    forward, forward_cast = _NORM_RECOMPUTED if recompute else _NORM
     options = gamma, beta, of.normalization, of.eps, of.zero_centered_gamma, *cast.arguments
     added = None if residual is None else as_matrix(residual)
     if cast.in_kernel:
-        *outputs, mean, rsigma, total = forward_cast(cast.matrix, *options, added)
+        *outputs, mean, rsigma, total = norm.norm_cast(cast.matrix, *options, added)
     else:
-        y, mean, rsigma, amax, total = forward(cast.matrix, *options, added)
+        y, mean, rsigma, amax, total = norm.norm_forward(cast.matrix, *options, added)
         outputs = [y, amax]
     stream = x if residual is None else as_output(total, x.shape)
     return cast.output(outputs, x.shape, saved=(mean, rsigma), stream=stream)
 
 
 # ---- activations ----
-
-
-_ACTIVATION = activation.activation_forward, activation.activation_cast
-_ACTIVATION_RECOMPUTED = activation.activation_forward.for_recompute(), activation.activation_cast.for_recompute()
 
 
 @dataclass(frozen=True)
@@ -363,16 +354,14 @@ class ActivationFunction(torch.autograd.Function):
         return as_output(dx, x.shape), None, None if probabilities is None else dp, None
 
 
-def act_value(
-    x: Tensor, of: Activation, quantizer: Quantizer, *, recompute: bool = False, **cast_options: Any
-) -> FusedOutput:
+def act_value(x: Tensor, of: Activation, quantizer: Quantizer, **cast_options: Any) -> FusedOutput:
     """Computes an activation of ``x`` [..., K], to be cast with ``quantizer``: [..., K], or [..., K / 2] if gated.
 
     Other arguments and errors as in :func:`norm_value`.
     """
     cast = OutputCast(x, quantizer, **cast_options)
-    forward, forward_cast = _ACTIVATION_RECOMPUTED if recompute else _ACTIVATION
-    outputs = (forward_cast if cast.in_kernel else forward)(cast.matrix, of.name, of.parameters, *cast.arguments)
+    forward = activation.activation_cast if cast.in_kernel else activation.activation_forward
+    outputs = forward(cast.matrix, of.name, of.parameters, *cast.arguments)
     return cast.output(outputs, (*x.shape[:-1], activation.out_columns(of.name, x.shape[-1])))
 
 

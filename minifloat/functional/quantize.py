@@ -197,11 +197,6 @@ class RoleCasts:
 
         ``noop_flag``: as of :func:`cast_all`. An amax that delayed scaling records is then 0.
         """
-        plain = input_scale is None and amaxes is None and noop_flag is None
-        if delayed_call is not None and delayed_call.compiling and plain:
-            results = self._recorded(xs, delayed_call)
-            if results is not None:
-                return results
         scales = None if delayed_call is None else [delayed_scale(delayed_call, kind) for kind in self.kinds]
         if scales is not None and input_scale is not None:
             scales[self.kinds.index("input")] = input_scale
@@ -238,20 +233,6 @@ class RoleCasts:
         if not self.prepared.takes_scales:
             return None
         return delayed_scale(delayed_call, self.kinds[0]) if known is None else known
-
-    def _recorded(self, xs: Sequence[Tensor], delayed_call: DelayedCall) -> list[Quantized] | None:
-        """Casts and records by one operation in compiled code, where all casts take the layer's scales.
-
-        Siblings share nothing that this would hide: each has scales of its own.
-        """
-        direction = _SLOTS[self.kinds[0]][0]
-        history = delayed_call.histories[direction]
-        if not (self.prepared.all_take_scales and delayed_call.records[direction]):
-            return None
-        if history.scale.shape[0] != len(_KINDS[direction]):  # of groups
-            return None
-        slots = [_SLOTS[kind][1] for kind in self.kinds]
-        return self.prepared.recorded(xs, (history.scale, history.amax_history), slots, direction == 0)
 
 
 def quantize(

@@ -82,7 +82,7 @@ class WeightSource:
         return None
 
     def memory(self, options: Options) -> Tensor | None:
-        """What a graph adds dW to."""
+        """Returns what a graph adds dW to."""
         memory: Tensor | None = self.parameters[0].main_grad if self.main_grad and options.needs_w else None
         return memory
 

@@ -22,7 +22,6 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from minifloat import backends
 from minifloat.ops.tape import taping
@@ -54,23 +53,17 @@ class Operation(Generic[R]):
         reference: in plain PyTorch, for every device: the definition.
         gpu: names, as "module:function" of this package, the same on kernels of our own, for GPUs that run them
             (``backends.kernels``). Imported when the first CUDA tensor comes, so that nothing else imports Triton.
-        prepares: that takes the lists alone, once for each spelling, and returns what takes the other arguments.
         mutates: the arguments that the operation writes to.
         random: it draws from PyTorch's generator: a compiler must neither deduplicate nor reorder it.
     """
 
-    def __init__(
-        self, name: str, reference: Callable[..., R], gpu: str, mutates: Sequence[str], random: bool,
-        prepares: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, reference: Callable[..., R], gpu: str, mutates: Sequence[str], random: bool) -> None:
         self.__doc__ = reference.__doc__
-        self._declared = reference, gpu, mutates, random, prepares
+        self._declared = reference, gpu, mutates, random
         self.reference = reference
         self.shapes: Callable[..., R] = reference
         self._gpu_name = gpu
         self._gpu: Callable[..., R] | None = None
-        self._prepared: dict[str, Callable[..., R]] = {}
-        self._prepares = prepares
         parameters = list(inspect.signature(reference).parameters.values())
         hints = typing.get_type_hints(reference, include_extras=True)
         kinds = [_spelled(hints[each.name]) for each in parameters]
@@ -91,7 +84,7 @@ class Operation(Generic[R]):
     def __call__(self, *args: Any) -> R:
         where = directly(args[self._first])
         if where == "cuda" and self._gpu_name:
-            return self._prepared_for(self.spelled(*args)) if self._prepares else self._kernels()(*args)
+            return self._kernels()(*args)
         if where == "cpu":
             with torch._C._DisableAutocast():
                 return self.reference(*args)
@@ -124,20 +117,6 @@ class Operation(Generic[R]):
         self.shapes = function
         return function
 
-    def traced(self, function: Callable[..., R | None]) -> None:
-        """Declares what compilers see in lieu of the operation: what ``function`` calls, or if it gives None the same.
-
-        A graph that calls PyTorch's own operations runs without Python. Dynamo does not look inside, and guards nothing
-        for it: AOTAutograd, export and ``make_fx`` call ``function`` with fake tensors, where dispatch modes see it.
-        """
-
-        def rule(mode: ProxyTorchDispatchMode, overload: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-            with mode:
-                result = function(*self.read(args))
-            return mode.__torch_dispatch__(overload, types, args, kwargs) if result is None else result
-
-        torch.library.register_torch_dispatch(self.overload, ProxyTorchDispatchMode, rule, lib=_LIBRARY)
-
     def for_recompute(self) -> Operation[R]:
         """Declares the operation under another name, for a backward that recomputes what its forward computed.
 
@@ -159,17 +138,7 @@ class Operation(Generic[R]):
         runs, _ = backends.kernels(torch.cuda.current_device())
         if not runs:
             return self._on_any(*args)
-        return self._prepared_for(args) if self._prepares else self._kernels()(*self.read(args))
-
-    def _prepared_for(self, args: tuple[Any, ...]) -> R:
-        *rest, spelling = args
-        run = self._prepared.get(spelling)
-        if run is None:
-            if len(self._prepared) >= MOST_SPELLINGS:
-                self._prepared.clear()
-            prepare: Any = self._kernels()
-            run = self._prepared[spelling] = prepare(*_values(spelling, tuple(self._lists.values())))
-        return run(*rest)
+        return self._kernels()(*self.read(args))
 
     def _without_autocast(self, *args: Any) -> R:
         """``torch.autocast`` must not reach inside: it would run a reference's fp32 products in bf16."""
@@ -179,10 +148,10 @@ class Operation(Generic[R]):
 
 
 def operation(
-    gpu: str = "", *, mutates: Sequence[str] = (), random: bool = False, prepares: bool = False
+    gpu: str = "", *, mutates: Sequence[str] = (), random: bool = False
 ) -> Callable[[Callable[..., R]], Operation[R]]:
     """Declares the operation whose reference is decorated, under its name; the arguments are those of Operation."""
-    return lambda reference: Operation(reference.__name__, reference, gpu, mutates, random, prepares)
+    return lambda reference: Operation(reference.__name__, reference, gpu, mutates, random)
 
 
 def directly(x: Any) -> str:

@@ -50,11 +50,9 @@ def test_an_operation_gets_its_lists() -> None:
 
 def test_the_dispatcher_gets_few_arguments() -> None:
     """A list of strings costs it 3 us."""
-    assert str(quantize.amax_and_cast.overload._schema).split("->")[0].count("[]") == 2
-    x = torch.ones(2, 2)
-    arguments = [x], [None], [0], ["e4m3/tensor/fp32"], [-1], [0], ["e4m3/tensor/fp32"], [-1], [False], [0]
-    *_, lists = quantize.amax_and_cast.spelled(*arguments)
-    assert lists == "0;e4m3/tensor/fp32;-1;0;e4m3/tensor/fp32;-1;False;0"
+    assert str(quantize.amax.overload._schema).split("->")[0].count("[]") == 1
+    *_, lists = quantize.amax.spelled([torch.ones(2, 2)] * 2, ["e4m3/tensor/fp32", "e5m2/tensor/fp32"], [-1, 0])
+    assert lists == "e4m3/tensor/fp32,e5m2/tensor/fp32;-1,0"
 
 
 def test_functions_for_gpus_exist() -> None:

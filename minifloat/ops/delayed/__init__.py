@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minifloat.formats import ELEMENTS
 from minifloat.formats.elements import FLT_MAX
-from minifloat.ops import quantize
-from minifloat.ops.library import Operation, operation
+from minifloat.ops.library import operation
 
 
 class Rule(NamedTuple):
@@ -53,41 +52,6 @@ def record_forward_amax_(history: Tensor, slots: Sequence[int], amaxes: Sequence
     """
     refuse_recomputation()
     record_amax_.reference(history, slots, amaxes)
-
-
-def _cast_and_record(count: int) -> Operation[tuple[Tensor, ...]]:
-    """The operation for ``count`` casts: the compiler takes none that writes to a tensor and returns a list."""
-
-    def run(
-        xs: Sequence[Tensor], scale: Tensor, history: Tensor, forward: bool, slots: Sequence[int],
-        cast_of: Sequence[int], formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        if forward:
-            refuse_recomputation()
-        given, sources = [scale[slots[i] : slots[i] + 1] for i in cast_of], [xs[i] for i in cast_of]
-        made = quantize.cast.reference(sources, given, [None] * count, formats, dims, k_major, None)
-        record_amax_.reference(history, slots, [made[3 * cast_of.index(i) + 2] for i in range(len(xs))])
-        return tuple(quantize.codes_and_scales(made))
-
-    def fake(xs: Sequence[Tensor], *rest: Any) -> tuple[Tensor, ...]:
-        *_, cast_of, formats, dims, k_major = rest
-        made = quantize.cast.shapes([xs[i] for i in cast_of], (), (), formats, dims, k_major, None)
-        return tuple(quantize.codes_and_scales(made))
-
-    run.__name__ = f"cast_and_record_{count}_"
-    run.__annotations__["return"] = tuple[(Tensor,) * (2 * count)]  # type: ignore[misc]
-    made = Operation(run.__name__, run, "delayed.gpu:cast_and_record", ["history"], False, prepares=True)
-    made.fake(fake)
-    return made
-
-
-cast_and_record_ = {count: _cast_and_record(count) for count in (1, 2, 3, 4)}
-"""Casts the tensors of one direction in a compiled layer with its scales and records their amaxes.
-
-By the number of casts, of which each gives codes and scales. ``slots``: of each tensor, in ``scale`` [n] and
-``history`` [L, n]; ``cast_of``: which tensor each cast is of; ``forward``: as of :data:`record_forward_amax_`, and so
-what is raised; the others as of :data:`quantize.cast`.
-"""
 
 
 def refuse_recomputation() -> None:

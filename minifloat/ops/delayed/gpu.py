@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -14,8 +13,6 @@ from torch import Tensor
 from minifloat.ops.delayed import Rule, refuse_recomputation
 from minifloat.ops.launch import Kernel
 from minifloat.ops.quantize.device import FLT_MAX
-from minifloat.ops.quantize.gpu import RecordedCasts
-from minifloat.ops.quantize.reference import CastRequest
 from minifloat.ops.tape import Recorder
 
 _LAYERS = 32
@@ -86,24 +83,6 @@ def record_forward(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tenso
     refuse_recomputation()
     if amaxes:
         record(history, slots, amaxes)
-
-
-def cast_and_record(slots: Sequence[int], *casts: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """The operations ``cast_and_record_``, prepared for their lists."""
-    of, formats, dims, k_major = map(list, casts)
-    work = RecordedCasts(CastRequest([], [], [], of, formats, dims, k_major, [-1] * len(of)), True, returned=False)
-    slots_of, nothing = [slots[i] for i in of], [None] * len(of)
-    measured = [of.index(i) for i in range(len(slots))]
-
-    def run(xs: Sequence[Tensor], scale: Tensor, history: Tensor, forward: bool) -> tuple[Tensor, ...]:
-        if forward:
-            refuse_recomputation()
-        scales = scale.split(1)
-        outputs, _ = work(xs, [scales[slot] for slot in slots_of], nothing, None)
-        record(history, slots, [outputs[j][2] for j in measured])  # type: ignore[misc]
-        return tuple([part for output in outputs for part in output[:2]])
-
-    return run
 
 
 def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:

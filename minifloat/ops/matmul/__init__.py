@@ -144,19 +144,6 @@ class Product:
         left, right = new(_Matrix, (a, a_scale, a_amax, *self._a, m)), new(_Matrix, (b, b_scale, b_amax, *self._b, n))
         return self._backend(left, right, out_dtype, bias, fast_accum, out, accumulate)
 
-    def traced(
-        self, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, m: int,
-        b: Tensor, b_scale: Tensor, b_amax: Tensor | None, n: int,
-        out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
-    ) -> Tensor | None:  # fmt: skip
-        """Multiplies in a graph, if PyTorch's operations alone give the bits of :meth:`run`; else None."""
-        left, right = new(_Matrix, (a, a_scale, a_amax, *self._a, m)), new(_Matrix, (b, b_scale, b_amax, *self._b, n))
-        if not a.is_cuda or out_dtype not in _TRACED.get(self._backend, ()):
-            return None
-        if not all(native.takes_as_stored(x.codes, x.along, x.outer) for x in (left, right)):
-            return None
-        return self._backend(left, right, out_dtype, bias, fast_accum)
-
 
 @lru_cache(MOST_PRODUCTS)
 def product(
@@ -308,13 +295,6 @@ def stepped(backend: str, a: Format, b: Format, kernels: bool, swizzled: bool = 
     return SteppedProduct(steps, kernels)
 
 
-_TRACED: dict[_Backend, tuple[torch.dtype, ...]] = {
-    _native_per_tensor: (torch.bfloat16, torch.float16, torch.float32),
-    _native_rows: (torch.bfloat16,),  # others multiply and add after the product, which a compiler may fuse to one FMA
-}
-"""Backends that call PyTorch's operations alone on a GPU, for operands that need no copy, and for which outputs."""
-
-
 @operation()
 def scaled_mm(
     gemm: str, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, a_format: str, a_dim: int, a_along: int, m: SymInt,
@@ -330,14 +310,3 @@ def scaled_mm(
 def _(gemm: str, a: Tensor, *rest: Any) -> Tensor:
     m, n, out_dtype = rest[5], rest[12], rest[13]
     return a.new_empty((m, n), dtype=out_dtype)
-
-
-@scaled_mm.traced
-def _(
-    gemm: str, a: Tensor, a_scale: Tensor, a_amax: Tensor | None, a_format: str, a_dim: int, a_along: int, m: int,
-    b: Tensor, b_scale: Tensor, b_amax: Tensor | None, b_format: str, b_dim: int, b_along: int, n: int,
-    out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool, backend: str,
-) -> Tensor | None:  # fmt: skip
-    """``torch._scaled_mm`` where that is the product: a graph calls it without Python, and Inductor needs no copy."""
-    prepared = product(gemm, a_format, a_dim, a_along, b_format, b_dim, b_along, a.device, backend)
-    return prepared.traced(a, a_scale, a_amax, m, b, b_scale, b_amax, n, out_dtype, bias, fast_accum)

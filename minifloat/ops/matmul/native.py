@@ -48,19 +48,6 @@ def k_major(codes: Tensor, fmt: Format, along: int, align: tuple[int, int]) -> T
     return codes.contiguous().view(dtype)
 
 
-def takes_as_stored(codes: Tensor, along: int, outer: int) -> bool:
-    """Whether a GPU's library multiplies FP8 codes as they are in memory, for ``outer`` rows or columns of the product.
-
-    Asked by compilers. False where a size is a symbol that need not fit: a guard on it would compile again for others.
-    """
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    at = 0 if along == ROWWISE else 1  # the dim that becomes the product's
-    (rows, depth), strides = (codes.shape[at], codes.shape[1 - at]), (codes.stride(at), codes.stride(1 - at))
-    fits = rows == outer, rows > 0, depth > 0, rows % 16 == 0, depth % 16 == 0, strides[0] == depth, strides[1] == 1
-    return all(statically_known_true(fit) for fit in fits)
-
-
 def cut(product: Tensor, m: int, n: int) -> Tensor:
     """``product`` without the rows and columns of padding, contiguous."""
     return product.contiguous() if product.shape == (m, n) else product[:m, :n].contiguous()

@@ -13,7 +13,6 @@ from torch import Tensor
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops.library import SymInt, operation
 from minifloat.ops.quantize import reference
-from minifloat.ops.quantize.reference import read_amaxes
 
 
 @operation("quantize.gpu:recorded_amax")
@@ -68,41 +67,6 @@ def _(
 def _transposed(x: Tensor) -> Tensor:
     """``x`` [M, K] with M consecutive in memory."""
     return x.t().contiguous().t()
-
-
-_amax, _cast = amax.reference, cast.reference
-
-
-@operation("quantize.gpu:amax_and_cast", prepares=True)
-def amax_and_cast(
-    xs: Sequence[Tensor], rngs: Sequence[Tensor | None], amax_of: Sequence[int], amax_formats: Sequence[str],
-    amax_dims: Sequence[int], cast_of: Sequence[int], formats: Sequence[str], dims: Sequence[int],
-    k_major: Sequence[bool], own_level: Sequence[int],
-) -> list[Tensor]:  # fmt: skip
-    """Both phases where no rank is asked between them: ``work.read_amaxes``, then codes and scales of each cast.
-
-    The lists are those of :class:`~minifloat.ops.quantize.reference.CastRequest`.
-    """
-    amaxes = _amax([xs[i] for i in amax_of], amax_formats, amax_dims)
-    given = [None if own < 0 else amaxes[own] for own in own_level]
-    made = codes_and_scales(_cast([xs[i] for i in cast_of], given, rngs, formats, dims, k_major, None))
-    return [amaxes[own] for own in read_amaxes(formats, own_level)] + made
-
-
-@amax_and_cast.fake
-def _(
-    xs: Sequence[Tensor], rngs: Any, amax_of: Sequence[int], amax_formats: Sequence[str], amax_dims: Sequence[int],
-    cast_of: Sequence[int], formats: Sequence[str], dims: Sequence[int], k_major: Sequence[bool],
-    own_level: Sequence[int],
-) -> list[Tensor]:  # fmt: skip
-    amaxes = amax.shapes([xs[i] for i in amax_of], amax_formats, amax_dims)
-    read = [amaxes[own] for own in read_amaxes(formats, own_level)]
-    return read + codes_and_scales(cast.shapes([xs[i] for i in cast_of], (), rngs, formats, dims, k_major, None))
-
-
-def codes_and_scales(made: Sequence[Tensor]) -> list[Tensor]:
-    """Results of :data:`cast`, but for the amax that delayed scaling alone measures."""
-    return [tensor for i, tensor in enumerate(made) if i % 3 < 2]
 
 
 @operation("quantize.decode:dequantize")

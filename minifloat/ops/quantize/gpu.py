@@ -15,7 +15,7 @@ from minifloat.ops import quantize
 from minifloat.ops.launch import MOST_BY_VALUE, most_matrices, ready
 from minifloat.ops.quantize import amax_shape, blocks, casts_blocks, empty_cast, nvfp4, per_tensor
 from minifloat.ops.quantize.job import CastJob, CastTarget, groups
-from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix, read_amaxes
+from minifloat.ops.quantize.reference import CastRequest, Output, RequestedCasts, as_matrix
 from minifloat.ops.tape import Recorder
 
 
@@ -168,20 +168,14 @@ class RecordedCasts(RequestedCasts):
     """Does what is requested by kernels, as it did it at the first call of equal shapes.
 
     Args:
-        separate: no outputs share memory, which those of an operation must not.
-        returned: so are the amaxes that delayed scaling measures; else the operation reads them and forgets them.
-        as_values: as of :func:`cast`.
+        separate: no outputs share memory, which those of an operation must not. ``as_values``: as of :func:`cast`.
     """
 
-    def __init__(
-        self, request: CastRequest, separate: bool = False, as_values: Sequence[bool] = (), returned: bool = True
-    ) -> None:
+    def __init__(self, request: CastRequest, separate: bool = False, as_values: Sequence[bool] = ()) -> None:
         super().__init__(request)
         self.separate, self.as_values = separate, as_values
-        read = read_amaxes(request.formats, request.own_level)
-        self.readers = [request.own_level.index(own) for own in read]  # of each the first cast that takes it
-        self.shown = [own in read for own in request.own_level]
-        self.recorder = Recorder(separate, separate and returned)
+        self.two_level = [parse(spec).scale_rule == "two_level" for spec in request.formats]  # they keep their amaxes
+        self.recorder = Recorder(separate, separate)
 
     def __call__(
         self, xs: Sequence[Tensor], given: Sequence[Tensor | None], rngs: Sequence[Tensor | None], noop: Tensor | None
@@ -211,8 +205,8 @@ class RecordedCasts(RequestedCasts):
         kinds = request.formats, request.dims, request.k_major
         made = cast(sources, levels, rngs, *kinds, noop, self.as_values, not self.separate)
         results: list[Tensor | None] = []
-        for j, (level, own, shown) in enumerate(zip(levels, request.own_level, self.shown, strict=True)):
-            results += *made[3 * j : 3 * j + 3], level if own < 0 or shown else None
+        for j, (level, own, kept) in enumerate(zip(levels, request.own_level, self.two_level, strict=True)):
+            results += *made[3 * j : 3 * j + 3], level if own < 0 or kept else None
         return results
 
 
@@ -252,16 +246,3 @@ def recorded_cast(
     for codes, scale_inv, measured, _ in outputs:
         flat += codes, scale_inv, codes.new_empty(0, dtype=torch.float32) if measured is None else measured
     return flat
-
-
-def amax_and_cast(*lists: Sequence[Any]) -> Callable[..., list[Tensor]]:
-    """GPU implementation of ``ops.quantize.amax_and_cast``, prepared for its lists."""
-    work = RecordedCasts(CastRequest(*map(list, lists)), True)
-    nothing = [None] * len(work.request.cast_of)
-
-    def run(xs: Sequence[Tensor], rngs: Sequence[Tensor | None]) -> list[Tensor]:
-        outputs, _ = work(xs, nothing, rngs, None)
-        read: list[Any] = [outputs[j][3] for j in work.readers]
-        return [*read, *[part for output in outputs for part in output[:2]]]
-
-    return run

@@ -141,12 +141,6 @@ class CastRequest(NamedTuple):
     own_level: list[int]
 
 
-def read_amaxes(formats: Sequence[str], own_level: Sequence[int]) -> list[int]:
-    """Says which amaxes operands keep, as two-level scales do; a cast alone reads the others."""
-    two_level = [parse(spec).scale_rule == "two_level" for spec in formats]
-    return sorted({own for own, read in zip(own_level, two_level, strict=True) if read and own >= 0})
-
-
 def as_matrix(x: Tensor) -> Tensor:
     """``x`` as [M, K]: leading dims flattened.
 
