@@ -106,7 +106,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
             (y, *results), ctx.after = norm_linear_forward(norm, linear, *inputs)
             y = output(spec, exchange, y, x.shape, given.delayed)
         n = norm_of_parts(x, residual, results[:4])
-        ctx.norm, ctx.call, ctx.delayed = norm, linear, given.delayed
+        ctx.norm, ctx.axes, ctx.delayed = norm, linear[:3], given.delayed
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         ctx.save_for_backward(*results[4:], *saved_of_norm(spec, n, gamma, beta))
         ctx.set_materialize_grads(False)
@@ -115,14 +115,14 @@ class LayerNormLinearFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor | None, *extra: Tensor | None) -> tuple[Any, ...]:
-        saved, spec = ctx.saved_tensors, ctx.call.spec  # read once: a checkpoint gives each tensor once
+        saved, (spec, _, source) = ctx.saved_tensors, ctx.axes  # read once: a checkpoint gives each tensor once
         if isinstance(spec, node.Traced):
-            memory = (ctx.call.source.memory(spec.options),)
+            memory = (source.memory(spec.options),)
             results: Sequence[Any] = _shaped(
                 ctx, node.backward(ctx.after, (ctx.delayed,), (dy, *extra), saved, ctx.sizes, memory)
             )
         else:
-            results = norm_linear_backward(ctx.norm, ctx.call, ctx.delayed, ctx.after, dy, extra, saved)
+            results = norm_linear_backward(ctx.norm, ctx.axes, ctx.delayed, ctx.after, dy, extra, saved)
         dx, dgamma, dbeta, dw, db = results
         if dy is not None and ctx.delayed is not None:
             ctx.delayed.backward_finished()
@@ -151,11 +151,11 @@ def norm_linear_forward(
 
 
 def norm_linear_backward(
-    norm: NormCall, linear: LinearCall, delayed: DelayedCall | None, after: tuple[Any, Any], dy: Tensor | None,
+    norm: NormCall, axes: tuple[Any, Any, Any], delayed: DelayedCall | None, after: tuple[Any, Any], dy: Tensor | None,
     extra: Sequence[Tensor | None], saved: Sequence[Any],
 ) -> Sequence[Any]:  # fmt: skip
     """Computes dX, dgamma, dbeta, dW and db."""
-    (spec, exchange, source, _), (layouts, key) = linear, after
+    (spec, exchange, source), (layouts, key) = axes, after
 
     def compute() -> tuple[list[Any], None]:
         (x, w), (scale, beta, *of_norm) = unpack(layouts, saved[:8]), saved[8:]
@@ -542,7 +542,7 @@ class NormLinearPass(_NormPass):
         sizes: Sequence[int],
     ) -> Sequence[Tensor | None]:  # fmt: skip
         after, (dy, *extra) = ([each.layout for each in self.operands(sizes)], None), gradients
-        return norm_linear_backward(self.norm, calls[0], calls[0].given.delayed, after, dy, extra, saved)
+        return norm_linear_backward(self.norm, calls[0][:3], calls[0].given.delayed, after, dy, extra, saved)
 
 
 class MLPPass(_NormPass):

@@ -60,28 +60,27 @@ class LinearFunction(torch.autograd.Function):
         ctx: Any, spec: Spec, exchange: Exchange, source: WeightSource, given: Given, x: Tensor, weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        call = LinearCall(spec, exchange, source, given)
         if isinstance(spec, node.Traced):
             inputs, ctx.sizes = (x, weight, bias), (*x.shape, weight.shape[0])
             (y, *saved), ctx.after = node.forward("linear", (), (spec,), (given.delayed,), inputs, ctx.sizes)
             y = as_output(y, (*x.shape[:-1], weight.shape[0]))
         else:
-            (y, *saved), ctx.after = forward_pass(call, x, weight, bias)
+            (y, *saved), ctx.after = forward_pass((spec, exchange, source, given), x, weight, bias)
             y = output(spec, exchange, y, x.shape, given.delayed)
-        ctx.call, ctx.delayed, ctx.x_shape = call, given.delayed, x.shape
+        ctx.axes, ctx.delayed, ctx.x_shape = (spec, exchange, source), given.delayed, x.shape
         ctx.save_for_backward(*saved)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        spec, source, saved = ctx.call.spec, ctx.call.source, ctx.saved_tensors
+        (spec, _, source), saved = ctx.axes, ctx.saved_tensors
         if isinstance(spec, node.Traced):
             memory = source.memory(spec.options)
             dx, dw, db = node.backward(ctx.after, (ctx.delayed,), (dy,), saved, ctx.sizes, (memory,))
             dw = dw if dw is None else dw.view(ctx.sizes[-1], ctx.sizes[-2])
         else:
-            dx, dw, db = backward_pass(ctx.call, ctx.delayed, ctx.after, dy, saved)
+            dx, dw, db = backward_pass(ctx.axes, ctx.delayed, ctx.after, dy, saved)
         if dx is not None:
             dx = grad_input(spec, dx, ctx.x_shape, ctx.delayed)
         if ctx.delayed is not None:
@@ -90,7 +89,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def forward_pass(
-    call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None
+    call: LinearCall | tuple[Spec, Exchange, WeightSource, Given], x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Sequence[Any], tuple[Any, Any]]:
     """Computes Y and what backward reads; then the layouts of that, and what of the call decides on the backward."""
     spec, exchange, source, given = call
@@ -112,10 +111,11 @@ def forward_pass(
 
 
 def backward_pass(
-    call: LinearCall, delayed: DelayedCall | None, after: tuple[Any, Any], dy: Tensor, saved: Sequence[Tensor | None]
-) -> Sequence[Any]:
+    axes: tuple[Spec, Exchange, WeightSource], delayed: DelayedCall | None, after: tuple[Any, Any], dy: Tensor,
+    saved: Sequence[Tensor | None],
+) -> Sequence[Any]:  # fmt: skip
     """Computes dX [M, K], dW and db, each None if not needed, from what :func:`forward_pass` gave."""
-    (spec, exchange, source, _), (layouts, key) = call, after
+    (spec, exchange, source), (layouts, key) = axes, after
 
     def compute() -> tuple[list[Any], None]:
         *packed, x_scale = saved
@@ -153,7 +153,7 @@ class LinearPass(node.Pass):
         sizes: Sequence[int],
     ) -> Sequence[Tensor | None]:  # fmt: skip
         layouts = [each.layout for each in self._operands(sizes)]
-        return backward_pass(calls[0], calls[0].given.delayed, (layouts, None), gradients[0], saved)
+        return backward_pass(calls[0][:3], calls[0].given.delayed, (layouts, None), gradients[0], saved)
 
     def gradients(self, sizes: Sequence[Any], given: Sequence[bool]) -> list[node.Result]:
         (spec,), (*lead, k, n), (into_memory,) = self.specs, sizes, self.into_memory

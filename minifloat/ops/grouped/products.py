@@ -6,8 +6,6 @@ operands                                multiplied
 FP8, one scale a group or a row         as they are, on FP8 tensor cores; scales are multiplied in last
 FP8, blocks of 128 on both sides        the same, 128 elements at a time, each partial sum scaled
                                         (both on sm_90 by ``hopper.py``, but under ``fast_accum``)
-FP8, strips of 128 by MXFP4             in ``FOLDS`` the same, of the MXFP4 operand as FP8 in tiles of 128, see
-                                        ``fold.py``
 values on one side, or both             as bf16, fp16 or fp32; the other side is dequantized first
 other blocks of powers of two, NVFP4    written out as bf16, see ``spread.py``; one more factor a row or a group
 everything else                         by the reference, which waits for the device
@@ -24,22 +22,16 @@ import torch
 import triton
 from torch import Tensor
 
-from minifloat import backends
 from minifloat.formats import COLUMNWISE, ROWWISE, Format, parse
 from minifloat.ops import allocate, grouped, matmul
 from minifloat.ops.grouped import gemm as kernels
 from minifloat.ops.grouped import hopper, spread
-from minifloat.ops.grouped.fold import FoldedWeight
 from minifloat.ops.grouped.gemm import Cast, Side
 from minifloat.ops.launch import ready
 from minifloat.ops.quantize.decode import at_16_bytes, consecutive
 from minifloat.ops.quantize.job import aligned
 from minifloat.ops.tiles import FEW_ROWS, GemmTile, gemm_tile, tile
 
-FOLDS: tuple[str, ...] = ("fprop",)
-"""The GEMMs in which MXFP4 weights take the product of blocks. In dgrad, where codes are transposed first, that is 1.3
-to 1.5 times as fast as bf16 with 8 groups on an H200, and 0.8 with 128. The choice does not depend on their number:
-groups have the bits of one call for each."""
 SWEEP = 8
 """Rows of tiles that consecutive programs work on."""
 
@@ -56,8 +48,7 @@ def multiply(
     a_along, b_along = matmul.CONTRACTED[gemm]
     left = Cast(a, a_scale, a_amax, parse(a_format), a_dim, a_offsets, a_along)
     right = Cast(b, b_scale, b_amax, parse(b_format), b_dim, b_offsets, b_along)
-    weight = None
-    kind = _kind(gemm, left.format, right.format)
+    kind = _kind(left.format, right.format)
     if kind == "reference":
         return grouped.grouped_mm.reference(
             gemm, a, a_scale, a_amax, a_format, a_dim, a_offsets, b, b_scale, b_amax, b_format, b_dim, b_offsets,
@@ -65,10 +56,6 @@ def multiply(
         )  # fmt: skip
     if kind == "values":
         sides = _values(gemm, left, right, rows, cols, out_dtype)
-    elif kind == "fold":
-        matmul.record(gemm, a_format, b_format, "native")
-        weight = FoldedWeight(right)
-        sides, kind = (_blocks(left), weight.side()), "block"
     else:
         matmul.record(gemm, a_format, b_format, "emulated" if kind == "half" else "native")
         prepare = {"fp8": _whole, "block": _blocks, "half": spread.spread}[kind]
@@ -84,8 +71,6 @@ def multiply(
         hopper.multiply(*sides, rows, bias, out, depth, kind == "block", SWEEP)
     else:
         _launch(*sides, left.format, bias, out, gemm == "wgrad", kind, factors, tile)
-    if weight is not None:
-        weight.repair(sides[0], bias, out)
     return out.view(left.groups, rows, cols) if gemm == "wgrad" else out
 
 
@@ -106,10 +91,8 @@ def multiply_into(out: Tensor, *arguments: Any) -> None:
         out.copy_(result)
 
 
-def _kind(gemm: str, a: Format, b: Format) -> str:
+def _kind(a: Format, b: Format) -> str:
     """The line of the table above."""
-    if gemm in FOLDS and backends.folds(a, b):
-        return "fold"
     if not (a.quantized and b.quantized):
         return "values"
     if a.encoding.dtype in _FP8 and b.encoding.dtype in _FP8:
