@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from minifloat.nn.linear import Linear
@@ -25,8 +24,11 @@ class _Quantized:
 
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Tensor | None = None, allreduce_dgrad: bool = False,
-        sequence_parallel: bool = False, tp_group: Any = None, gradient_accumulation_fusion: bool = False, **_: Any,
+        sequence_parallel: bool = False, tp_group: Any = None, gradient_accumulation_fusion: bool = False,
+        gtp_remat_size: int = 1, **_: Any,
     ) -> Tensor:  # fmt: skip
+        if gtp_remat_size > 1:  # the weight is one rank's rows, and Megatron's own function gathers them
+            raise ValueError(f"{type(self).__name__}: set gtp_weight_remat_size to 1, not {gtp_remat_size}")
         layer = self.__dict__.get("_quantized")  # no submodule: its weight is this one's
         if layer is None or layer.weight is not weight:
             ranks: dict[str, Any] = {}
@@ -44,7 +46,7 @@ class _Quantized:
         return y if bias is None else y + bias
 
 
-def linears(recipe: RecipeLike) -> tuple[type, type]:
+def linears(recipe: RecipeLike) -> dict[type, type]:
     """Makes the classes that stand for Megatron's ``ColumnParallelLinear`` and ``RowParallelLinear`` under ``recipe``.
 
     Raises:
@@ -52,42 +54,39 @@ def linears(recipe: RecipeLike) -> tuple[type, type]:
     """
     if recipe == "delayed" or isinstance(recipe, DelayedScaling):
         raise ValueError("Megatron's checkpoints do not have the histories of delayed scaling; use current scaling")
-    column, row = (
-        type(f"Quantized{base.__name__}", (_Quantized, base), {"recipe": recipe})
+    return {
+        base: type(f"Quantized{base.__name__}", (_Quantized, base), {"recipe": recipe})
         for base in (ColumnParallelLinear, RowParallelLinear)
-    )
-    return column, row
+    }
 
 
 def quantized(spec: Any, recipe: RecipeLike) -> Any:
-    """Returns a copy of a layer's ``ModuleSpec`` in which all tensor-parallel linears compute under ``recipe``.
-
-    spec = quantized(get_gpt_layer_local_spec(), "mxfp8")
-    """
-    return _replaced(spec, dict(zip((ColumnParallelLinear, RowParallelLinear), linears(recipe), strict=True)))
+    """Returns a copy of a layer's ``ModuleSpec`` in which all tensor-parallel linears compute under ``recipe``."""
+    return _replaced(spec, linears(recipe))
 
 
-def _replaced(spec: Any, others: dict[Any, type]) -> Any:
-    if isinstance(spec, type):
-        return others.get(spec, spec)
-    if isinstance(spec, list):
-        return [_replaced(each, others) for each in spec]
-    if not is_dataclass(spec):
-        return spec
-    return replace(spec, **{each.name: _replaced(getattr(spec, each.name), others) for each in fields(spec)})  # type: ignore[type-var]
+def _replaced(spec: Any, others: dict[type, type]) -> Any:
+    if isinstance(spec, list | tuple):
+        return type(spec)(_replaced(each, others) for each in spec)
+    if isinstance(spec, partial):  # of experts since megatron-core 0.17, of an MLP since 0.18
+        return partial(spec.func, *spec.args, **{name: _replaced(each, others) for name, each in spec.keywords.items()})
+    if is_dataclass(spec) and not isinstance(spec, type):
+        return replace(spec, **{each.name: _replaced(getattr(spec, each.name), others) for each in fields(spec)})
+    return others.get(spec, spec) if isinstance(spec, type) else spec
 
 
 class MinifloatSpecProvider(LocalSpecProvider):
     """Megatron's local backend with linears under ``recipe``; experts are a sequence of MLPs."""
 
     def __init__(self, recipe: RecipeLike) -> None:
-        self._column, self._row = linears(recipe)
+        self._linears = linears(recipe)
 
     def column_parallel_linear(self) -> type:
-        return self._column
+        return self._linears[ColumnParallelLinear]
 
     def row_parallel_linear(self) -> type:
-        return self._row
+        return self._linears[RowParallelLinear]
 
-    def grouped_mlp_modules(self, *grouped: bool, **options: bool) -> tuple[type, Any]:
-        return SequentialMLP, MLPSubmodules(linear_fc1=self._column, linear_fc2=self._row)
+    def grouped_mlp_modules(self, *grouped: bool, **options: bool) -> Any:
+        made = super().grouped_mlp_modules(*[False for _ in grouped], **dict.fromkeys(options, False))
+        return _replaced(made, self._linears)

@@ -49,5 +49,4 @@ def linears(config: titan.Linear.Config, recipe: str = "current") -> QuantizedLi
 
     --override.imports 'minifloat.adapters.torchtitan.linears={"recipe": "mxfp8"}'
     """
-    made: QuantizedLinear.Config = derive(config, QuantizedLinear.Config, recipe=recipe)
-    return made
+    return derive(config, QuantizedLinear.Config, recipe=recipe)

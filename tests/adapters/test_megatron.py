@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ from minifloat.functional import count_gemms
 from tests.helpers.distributed_pool import Pools
 
 pytest.importorskip("megatron.core")
+
+
+def submodules(spec: Any) -> Any:
+    """Submodules of a ``ModuleSpec``, or of the partial call that newer versions of Megatron-core have in its place."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def run(recipe: str | None, sequence_parallel: bool, x: Tensor, dy: Tensor) -> tuple[list[Tensor], int]:
@@ -32,7 +38,7 @@ def run(recipe: str | None, sequence_parallel: bool, x: Tensor, dy: Tensor) -> t
     spec = get_gpt_layer_local_spec()
     spec = spec if recipe is None else quantized(spec, recipe)
     torch.manual_seed(0)
-    mlp = MLP(config, spec.submodules.mlp.submodules, tp_group=group)
+    mlp = MLP(config, submodules(spec.submodules.mlp), tp_group=group)
     x = x.clone().requires_grad_()
     with count_gemms() as gemms, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where Megatron makes its buffers
@@ -80,9 +86,8 @@ def replaced(rank: int, size: int) -> list[bool]:
     from minifloat.adapters.megatron import linears
 
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True)
-    column, _ = linears("mxfp8")
-    assert issubclass(column, ColumnParallelLinear)
-    layer: Any = column(64, 96, config=config, init_method=torch.nn.init.normal_, bias=False, tp_group=dist.group.WORLD)
+    column: Any = linears("mxfp8")[ColumnParallelLinear]
+    layer = column(64, 96, config=config, init_method=torch.nn.init.normal_, bias=False, tp_group=dist.group.WORLD)
     x, old = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank)), layer.weight
     layer(x)
     layer.weight = torch.nn.Parameter(old.detach() * 2)
@@ -99,15 +104,31 @@ def test_a_weight_that_is_replaced(worker_pool: Pools) -> None:
         assert all(held)
 
 
+def test_experts() -> None:
+    """Of a backend's layer and of a layer that is replaced; Megatron's own stays as it is."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+
+    from minifloat.adapters.megatron import MinifloatSpecProvider, quantized
+
+    own = get_mlp_module_spec_for_backend(LocalSpecProvider(), num_experts=4)
+    provided = get_mlp_module_spec_for_backend(MinifloatSpecProvider("mxfp8"), num_experts=4)
+    for spec, recipe in ((quantized(own, "mxfp8"), "mxfp8"), (provided, "mxfp8"), (own, None)):
+        for mlp in (submodules(spec).experts, submodules(spec).shared_experts):
+            linears = submodules(mlp).linear_fc1, submodules(mlp).linear_fc2
+            assert [getattr(each, "recipe", None) for each in linears] == [recipe, recipe]
+
+
 def test_the_provider_and_what_is_refused() -> None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from minifloat.adapters.megatron import MinifloatSpecProvider
 
     provider: Any = MinifloatSpecProvider("mxfp8")
-    assert issubclass(provider.column_parallel_linear(), ColumnParallelLinear)
+    column = provider.column_parallel_linear()
+    assert issubclass(column, ColumnParallelLinear)
     assert issubclass(provider.row_parallel_linear(), RowParallelLinear)
-    _, experts = provider.grouped_mlp_modules(moe_use_grouped_gemm=False, moe_use_legacy_grouped_gemm=False)
-    assert experts.linear_fc1 is provider.column_parallel_linear()
     with pytest.raises(ValueError, match="histories of delayed scaling"):
         MinifloatSpecProvider("delayed")
+    with pytest.raises(ValueError, match="set gtp_weight_remat_size to 1, not 2"):
+        column._forward_impl(column.__new__(column), torch.zeros(1, 32), torch.zeros(32, 32), gtp_remat_size=2)
