@@ -308,6 +308,21 @@ def test_main_gradients_of_experts_in_one_graph(weights: str, name: str) -> None
     assert bool((mine != 1).any()) and graphs() == 1
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [Linear, LayerNormLinear, LayerNormMLP])
+def test_a_gradient_of_the_input_alone_adds_nothing(make: Callable[..., nn.Module], backend: str) -> None:
+    """A graph's backward computes all gradients that it can; ``main_grad`` is asked for by a whole backward alone."""
+    layer = make(IN, OUT, recipe="current", fuse_wgrad_accumulation=True)
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+    run, x = compiled(layer, backend=backend), torch.randn(6, IN, requires_grad=True)
+    (dx,) = torch.autograd.grad(run(x).square().sum(), x)
+    assert not any(p.main_grad.any() for p in layer.parameters())  # type: ignore[attr-defined]
+    run(x).square().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, dx)
+    assert all(p.main_grad.any() for name, p in layer.named_parameters() if p.dim() == 2)  # type: ignore[attr-defined]
+
+
 def splits(model: Any, x: Tensor) -> Tensor:
     y: Tensor = model(x, torch.tensor([4, 2])) if isinstance(model, GroupedMLP) else model(x)
     return y

@@ -95,7 +95,7 @@ class LayerNormLinearFunction(torch.autograd.Function):
         ctx: Any, norm: NormCall, linear: LinearCall, x: Tensor, residual: Tensor | None, gamma: Tensor,
         beta: Tensor | None, weight: Tensor, bias: Tensor | None,
     ) -> Any:  # fmt: skip
-        spec, exchange, _, given = linear
+        spec, exchange, source, given = linear
         inputs = x, residual, gamma, beta, weight, bias
         if isinstance(spec, node.Traced):
             ctx.sizes, ctx.x_shape, ctx.weights = (*x.shape, weight.shape[0]), x.shape, (weight.shape,)
@@ -108,7 +108,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         n = norm_of_parts(x, residual, results[:4])
         ctx.norm, ctx.axes, ctx.delayed = norm, linear[:3], given.delayed
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
-        ctx.save_for_backward(*results[4:], *saved_of_norm(spec, n, gamma, beta))
+        written = [weight] * (isinstance(spec, node.Traced) and source.memory(spec.options) is not None)
+        ctx.save_for_backward(*results[4:], *saved_of_norm(spec, n, gamma, beta), *written)
         ctx.set_materialize_grads(False)
         return y, *norm_outputs(ctx, norm, spec, n, x, residual)
 
@@ -331,7 +332,11 @@ class LayerNormMLPFunction(torch.autograd.Function):
         n = norm_of_parts(x, residual, results[:4])
         ctx.mlp = mlp
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
-        ctx.save_for_backward(*results[4:], *saved_of_norm(spec, n, gamma, beta))
+        written: list[Tensor] = []
+        for call, weight in ((mlp.fc1, w1), (mlp.fc2, w2)):
+            if isinstance(call.spec, node.Traced) and call.source.memory(call.spec.options) is not None:
+                written.append(weight)
+        ctx.save_for_backward(*results[4:], *saved_of_norm(spec, n, gamma, beta), *written)
         ctx.set_materialize_grads(False)
         return as_output(y, (*x.shape[:-1], w2.shape[0])), *norm_outputs(ctx, mlp.norm, spec, n, x, residual)
 

@@ -20,7 +20,7 @@ from minifloat import backends
 from minifloat.autocast import DelayedCall
 from minifloat.delayed import History
 from minifloat.formats import COLUMNWISE, IDENTITY, ROWWISE, Format
-from minifloat.functional.autograd import guarded
+from minifloat.functional.autograd import guarded, is_wanted
 from minifloat.functional.quantize import LinearConfig, Options
 from minifloat.functional.spec import Given, Spec, make_spec
 from minifloat.functional.weight_source import IntoMemory, WeightSource
@@ -237,16 +237,16 @@ def run(
 
     Args:
         direction: ``"forward"`` or ``"backward"``.
-        tensors: forward: its inputs; backward: the gradients of the outputs and what the module saved. Then the scales
-            of delayed scaling of each linear, and the seeds.
+        tensors: forward: its inputs; backward: the gradients of the outputs and what the module saved. Then of each
+            linear the scales of delayed scaling, and a weight whose dW is added to memory; and the seeds.
         sizes: the shape of X and the rows of each weight.
         written: the histories of two linears, and memory that their dW are added to.
     """
     plan_, backward = plan(key), direction == "backward"
     specs = plan_.specs
-    end = len(tensors) - plan_.seeds[backward]
-    own, scales, seeds = tensors[: end - len(specs)], tensors[end - len(specs) : end], list[Any](tensors[end:])
-    calls = [_call_of(spec, scales[i], *written[i::2]) for i, spec in enumerate(specs)]
+    end, count = len(tensors) - plan_.seeds[backward], len(specs)
+    own, rest, seeds = tensors[: end - 2 * count], tensors[end - 2 * count : end], list[Any](tensors[end:])
+    calls = [_call_of(spec, rest[i], rest[count + i], *written[i::2]) for i, spec in enumerate(specs)]
     if not backward and any(history is not None for history in written):
         delayed.refuse_recomputation()
     with torch.no_grad(), torch._C._DisableAutocast(), given_seeds(seeds):
@@ -261,14 +261,20 @@ def run(
         return _flat(made, plan_.gradients(sizes, given))
 
 
-def _call_of(spec: Spec, scale: Tensor | None, history: Tensor | None = None, memory: Tensor | None = None) -> Any:
+def _call_of(
+    spec: Spec, scale: Tensor | None, weight: Tensor | None, history: Tensor | None = None,
+    memory: Tensor | None = None,
+) -> Any:  # fmt: skip
     from minifloat.functional.exchange import LOCAL
     from minifloat.functional.linear import LinearCall
 
     given = Given()
     if scale is not None:
         given.delayed = _Delayed(scale, history)  # type: ignore[assignment]
-    return LinearCall(spec, LOCAL, WeightSource() if memory is None else IntoMemory(memory), given)
+    if memory is None or weight is None:
+        return LinearCall(spec, LOCAL, WeightSource(), given)
+    # A gradient of X alone runs the whole backward of a graph, which must add nothing.
+    return LinearCall(spec, LOCAL, IntoMemory(memory if is_wanted(weight) else None), given)
 
 
 def _flat(made: Sequence[Tensor | None], results: Sequence[Result]) -> list[Tensor]:
@@ -305,7 +311,7 @@ def shapes(direction: str, key: str, tensors: list[Tensor | None], sizes: list[A
     like = next(x for x in tensors if x is not None)
     results = plan_.results(sizes)
     if direction == "backward":
-        outputs = len(tensors) - len(plan_.saved(sizes)) - len(plan_.specs) - plan_.seeds[1]
+        outputs = len(tensors) - len(plan_.saved(sizes)) - 2 * len(plan_.specs) - plan_.seeds[1]
         results = plan_.gradients(sizes, [x is not None for x in tensors[:outputs]])
     return [like.new_empty((prod(each.shape),), dtype=each.dtype) for each in results if isinstance(each, Memory)]
 
@@ -368,10 +374,14 @@ def forward(
 
 def backward(
     key: str, calls: Sequence[DelayedCall | None], gradients: Sequence[Tensor | None],
-    saved: Sequence[Tensor | None], sizes: Sequence[int], memory: Sequence[Tensor | None] = (None,),
+    saved: Sequence[Tensor | None], sizes: Sequence[int], memory: Sequence[Tensor | None],
 ) -> list[Any]:  # fmt: skip
-    """Calls the backward; ``memory``: of each linear, what its dW is added to."""
-    made = iter(_call("backward", key, [*gradients, *saved], sizes, calls, facts(key)[2], memory))
+    """Calls the backward; ``memory``: of each linear, what its dW is added to; its weight ends ``saved`` then."""
+    saved = list(saved)
+    weights: list[Tensor | None] = []
+    for each in memory[::-1]:
+        weights.insert(0, None if each is None else saved.pop())
+    made = iter(_call("backward", key, [*gradients, *saved], sizes, calls, facts(key)[2], memory, weights))
     given = given_gradients(key, tuple([each is not None for each in gradients]))
     return [next(made) if there else None for there in given]
 
@@ -379,6 +389,7 @@ def backward(
 def _call(
     direction: str, key: str, tensors: Sequence[Tensor | None], sizes: Sequence[int],
     calls: Sequence[DelayedCall | None], count: int, memory: Sequence[Tensor | None] = (),
+    weights: Sequence[Tensor | None] = (),
 ) -> Sequence[Tensor]:  # fmt: skip
     """Calls the operation; ``count``: of seeds, which are drawn outside of it."""
     ops, number = torch.ops.minifloat, 1 if direction == "backward" else 0
@@ -390,7 +401,8 @@ def _call(
         written.append(call.histories[number].amax_history if call is not None and recorded else None)
     like = next(x for x in tensors if x is not None)
     seeds = ops.draw_of_pass(like, apart(like, 0), count) if count else []
-    arguments = direction, key, [*tensors, *scales, *seeds], list(sizes)
+    weights = weights or [None] * len(calls)
+    arguments = direction, key, [*tensors, *scales, *weights, *seeds], list(sizes)
     written = [*written, None][:2] + [*memory, None, None][:2]
     if all(each is None for each in written):
         return ops.node(*arguments)

@@ -108,14 +108,15 @@ class WeightSource:
 
 
 class IntoMemory(WeightSource):
-    """Adds dW to memory that an operation was given."""
+    """Adds dW to memory that an operation was given; None: nothing wants dW."""
 
-    def __init__(self, memory: Tensor) -> None:
+    def __init__(self, memory: Tensor | None) -> None:
         super().__init__(main_grad=True)
         self._target = memory
 
     def accumulate(self, spec: Spec, product: Product) -> None:
-        product(self._target.dtype, self._target, True)
+        if self._target is not None:
+            product(self._target.dtype, self._target, True)
 
 
 LOCAL_WEIGHT = WeightSource()

@@ -59,7 +59,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def checked(direction: str, key: str, tensors: Sequence[Any], sizes: Sequence[int], *rest: Any) -> Sequence[Tensor]:
         made = call(direction, key, tensors, sizes, *rest)
         calls, count = rest[:2]
-        extra = [None] * (len(calls) + count)
+        extra = [None] * (2 * len(calls) + count)
         shapes = node.shapes(direction, key, [*tensors, *extra], list(sizes))
         for one, other in zip(made, shapes, strict=False):
             assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
@@ -141,7 +141,8 @@ def test_another_process() -> None:
     code = (
         "import torch, minifloat; from minifloat.functional import node; torch.manual_seed(0); "
         f"x, w = torch.randn(5, {IN}), torch.randn({OUT}, {IN}); "
-        f"found = [t.double().sum().item() for t in node.run('forward', {key!r}, [x, w, None, None], [5, {IN}, {OUT}])]"
+        f"made = node.run('forward', {key!r}, [x, w, None, None, None], [5, {IN}, {OUT}]); "
+        "found = [t.double().sum().item() for t in made]"
     )
     out = subprocess.run([sys.executable, "-c", f"{code}; print(found)"], capture_output=True, text=True, check=True)
     space: dict[str, Any] = {}
