@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.helpers.distributed_pool import Pools, WorkerPool
 from tests.helpers.poison import poison_empties
@@ -19,6 +20,9 @@ MOST_CACHED = 2**30  # bytes
 
 if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # each xdist worker has a core of its own
+
+settings.register_profile("any speed", settings(), deadline=None)  # other processes may have the cores
+settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,10 @@
-"""Tests that uninitialised memory is poisoned in every test, and only where it should be."""
+"""Tests that uninitialised memory is poisoned in every test, and only where it should be; and other settings."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.helpers.distributed_pool import Pools
 
@@ -40,3 +41,8 @@ def test_worker_processes_too(worker_pool: Pools) -> None:
 def test_seed() -> None:
     drawn = torch.rand(4)
     assert drawn.equal(torch.rand(4, generator=torch.Generator().manual_seed(0)))
+
+
+def test_examples_have_no_deadline() -> None:
+    """That of 200 ms, the default, was missed where other processes had the cores."""
+    assert settings(max_examples=1).deadline is None

@@ -267,7 +267,7 @@ any_recipe = st.one_of(delayed_recipes, current_recipes, block_recipes, mx_recip
 
 
 @given(any_recipe)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_round_trips(recipe: Recipe) -> None:
     text = json.dumps(recipe.to_dict())
     written = from_dict(json.loads(text), callables={f"{__name__}:by_tensor": by_tensor})
@@ -731,7 +731,7 @@ def valid_formats(draw: st.DrawFn) -> Format:
 
 
 @given(valid_formats())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_spec_round_trip(fmt: Format) -> None:
     """A format is its string, which travels through operations and graphs in its place."""
     assert parse(fmt.spec) == fmt

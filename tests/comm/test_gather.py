@@ -41,7 +41,7 @@ def run_property(worker_pool: Pools, size: int, draws: int, batch: int) -> None:
     """``draws`` batches of random examples."""
 
     @settings(
-        max_examples=draws, deadline=None, derandomize=draws < 50,
+        max_examples=draws, derandomize=draws < 50,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )  # fmt: skip
     @given(data=st.data())

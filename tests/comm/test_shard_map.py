@@ -39,7 +39,7 @@ def owners(shards: ShardMap) -> list[int]:
 
 
 @given(shards=maps, unit=units)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_units_belong_to_the_rank_of_their_first_row(shards: ShardMap, unit: int) -> None:
     held = owners(shards)
     owned = [held[row // unit * unit] for row in range(shards.total)]
@@ -55,7 +55,7 @@ def test_units_belong_to_the_rank_of_their_first_row(shards: ShardMap, unit: int
 
 @pytest.mark.parametrize(("fmt", "dim"), CASTS, ids=lambda value: getattr(value, "spec", str(value)))
 @given(shards=maps)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_codes_and_scales_add_up(fmt: Format, dim: int, shards: ShardMap) -> None:
     """What the ranks hold, below each other, has the shape of the whole's codes and scales."""
     assert shards.codes(fmt, dim).total == code_shape(fmt, dim, shards.total, 8)[0]

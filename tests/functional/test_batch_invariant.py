@@ -60,7 +60,7 @@ def pair(recipe: str, groups: int, device: torch.device) -> tuple[Linear, Groupe
 
 
 @FOR_EACH_RECIPE
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(counts=st.lists(st.integers(0, 130), min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_splits_orders_and_groups(recipe: str, device: torch.device, counts: list[int], seed: int) -> None:
     """Rows in parts, in another order, in groups: the bits of all rows at once."""

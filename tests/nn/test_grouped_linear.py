@@ -232,7 +232,7 @@ def test_frozen_experts_get_no_gradient_by_another_way(option: str) -> None:
     assert frozen.grad is None and (other.main_grad.any() or other.grad.any())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from(["current", "block", "mxfp8"]))
 def test_any_counts(counts: list[int], recipe: str) -> None:
     grouped, linears = layers(counts, recipe=recipe)

@@ -85,7 +85,7 @@ BLOCKS = st.tuples(st.integers(0, 255), st.integers(0, 15), st.integers(0, 15))
 """A scale and two codes."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(BLOCKS, min_size=8, max_size=8), st.integers(1, 3))
 def test_any_scales_fold_exactly_or_are_marked(blocks: list[tuple[int, int, int]], apart: int) -> None:
     """Eight blocks in two rows of any scales, some zero: a NaN marks what is further apart than 2^14, nothing else."""

@@ -464,7 +464,7 @@ tensors = st.builds(
     st.integers(0, 2**16),
 )
 casts = st.sampled_from(CASTS)
-PROPERTY = settings(deadline=None, max_examples=60)
+PROPERTY = settings(max_examples=60)
 
 
 def _fields(operand: Operand) -> list[Tensor]:
