@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -147,8 +147,8 @@ def current() -> autocast | None:
 
 def surrounding_recipe() -> Recipe | None:
     """Returns the recipe that the innermost ``autocast`` gives to layers without one."""
-    context = current()
-    return context.recipe if context is not None and context.enabled else None
+    contexts = _stack.contexts  # of current(), whose call would cost as much as the rest
+    return contexts[-1].recipe if contexts and contexts[-1].enabled else None
 
 
 def surrounding_contexts() -> list[autocast]:
@@ -268,41 +268,38 @@ class DelayedCall:
         self, states: tuple[AmaxHistory, AmaxHistory], recipe: DelayedScaling, records: bool, backward: bool,
         context: autocast | None, scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        compiling = self.compiling = torch.compiler.is_compiling()
+        compiling = self.compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
         if pipelines.learn_shapes:
             records = backward = False
-        forward = states[0].history(recipe, True, compiling, records)
-        self.states = states
-        self.histories = (
-            # Spelled out: torch.compile of PyTorch 2.11 does not trace _replace of what it returns.
-            forward if scale is None else delayed.History(scale, forward.amax_history, recipe, forward.rule),
-            states[1].history(recipe, False, compiling, backward),
-        )
-        self.records = records, backward
-        self.region = None if context is None else context.region
-        self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
-        self.shared = self.region is not None and self.group is not None and not compiling
-        calls = None if self.region is None else self.region.calls
+        first, second = self.states = states
+        region = None if context is None else context.region
+        forward = first.history(recipe, True, compiling, records)
+        if scale is not None:  # spelled out: torch.compile of PyTorch 2.11 does not trace _replace of what it returns
+            forward = delayed.History(scale, forward.amax_history, recipe, forward.rule)
+        self.histories = forward, second.history(recipe, False, compiling, backward)
+        self.records, self.region = (records, backward), region
+        group = self.group = delayed.reduction_group(recipe, None if context is None else context.amax_reduction_group)
+        self.shared = region is not None and group is not None and not compiling
+        calls = None if region is None else region.calls
         self.captured, self.first = calls is not None, calls is None
         if calls is not None:  # in a CUDA graph's capture amaxes are recorded; each replay has calls for all else
             if records or backward:
                 calls.append(self)
             return
-        if self.region is not None and records:
-            self.region.forward = Member(states[0], recipe, self.group, self.region.forward)
+        if region is not None and records:
+            region.forward = Member(first, recipe, group, region.forward)
         if records and not compiling:
-            if states[0].progress.recording:
-                states[0].forget_newest()
-            states[0].progress.recording = self.region is None
-        if self.region is not None and backward:
-            self.first = states[1].progress.region is not self.region
-            states[1].progress.region = self.region
+            if first.progress.recording:
+                first.forget_newest()
+            first.progress.recording = region is None
+        if region is not None and backward:
+            self.first, second.progress.region = second.progress.region is not region, region
             if compiling:
-                self.region.add_compiled(Member(states[1], recipe, self.group, self.region.compiled), self.first)
+                region.add_compiled(Member(second, recipe, group, region.compiled), self.first)
             else:
-                self.region.latest[states[1]] = recipe
-            if self.shared:
-                self.region.backward = Member(states[1], recipe, self.group, self.region.backward)
+                region.latest[second] = recipe
+                if self.shared:
+                    region.backward = Member(second, recipe, group, region.backward)
 
     def forward_finished(self) -> None:
         """Updates the forward history now if no ``autocast`` will do it at its end."""
@@ -316,11 +313,13 @@ class DelayedCall:
 
         A checkpoint, or another recipe, may have replaced the buffers since the forward.
         """
-        if self.records[1] and not self.captured and not torch.compiler.is_compiling():
-            self._update_others([self.states[1]])
-            forward, backward = self.histories
-            if backward.amax_history is not self.states[1]._buffers["amax_history"]:
-                self.histories = forward, self.states[1].history(backward.recipe, False, False)
+        if self.captured or not self.records[1] or torch.compiler.is_compiling():
+            return
+        state, (forward, backward) = self.states[1], self.histories
+        if state.progress.complete is not None:
+            self._update_others([state])
+        if backward[1] is not state._buffers["amax_history"]:
+            self.histories = forward, state.history(backward.recipe, False, False)
 
     def backward_finished(self) -> None:
         """Leaves what the end of this backward completes to the end of the whole."""
@@ -330,16 +329,19 @@ class DelayedCall:
         if task == -1:
             delayed.update([self.histories[1]], self.group)
             return
-        complete, states = self.states[1].progress.complete, [self.states[1]]
-        if self.shared and self.region is not None:
-            if complete is not None and complete[0] is self.region and complete[1]() is not None:
+        region, complete, states = self.region, self.states[1].progress.complete, [self.states[1]]
+        if self.shared and region is not None:
+            if complete is not None and complete[0] is region and complete[1]() is not None:
                 return  # another module of the region has seen to all
-            states = [member.state for member in in_order(self.region.backward)]
-        self._update_others(states)
-        end = _ends.get(task) or _End(task)
+            states = [member.state for member in in_order(region.backward)]
+        if complete is not None or self.shared:
+            self._update_others(states)
+        end = _End.latest()
+        if end is None or end.task != task:
+            end = _End(task)
         end.calls.append((self, states))
         for state in states:
-            state.progress.complete = self.region, ref(end)
+            state.progress.complete = region, ref(end)
 
     def _update_others(self, states: Sequence[AmaxHistory]) -> None:
         """Updates now what this backward has completed in other regions."""
@@ -354,9 +356,11 @@ class DelayedCall:
 class _End:
     """Updates what a backward has completed: called by the engine at its end, or dropped by it where it raises."""
 
+    latest: Callable[[], _End | None] = staticmethod(lambda: None)  # the one that was made last
+
     def __init__(self, task: int) -> None:
-        self.calls: list[tuple[DelayedCall, Sequence[AmaxHistory]]] = []
-        _ends[task] = self
+        self.task, self.calls = task, list[tuple[DelayedCall, Sequence[AmaxHistory]]]()
+        _End.latest = ref(self)
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:
@@ -370,7 +374,8 @@ class _End:
                 if call.shared:
                     call.region.update(forward=False)
                     continue
-                own = call.states[1].history(call.region.latest.get(call.states[1], own.recipe), False, False)
+                recipe = call.region.latest.get(states[0], own[2])
+                own = own if recipe is own[2] else states[0].history(recipe, False, False)
             alone.append(own)
             if call.group is not None:
                 delayed.reduce(alone[-1:], call.group)
@@ -378,5 +383,3 @@ class _End:
 
 
 _graph_task = torch._C._current_graph_task_id
-_ends: WeakValueDictionary[int, _End] = WeakValueDictionary()
-"""Ends of backwards, by the engine's number of each."""

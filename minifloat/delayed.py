@@ -215,20 +215,15 @@ class AmaxHistory(nn.Module):
 
     def history(self, recipe: DelayedScaling, forward: bool, compiling: bool, records: bool = False) -> History:
         """The buffers under a recipe; if a pass ``records``, as long as it asks for."""
-        known, buffers = None if compiling else self.progress.history, self._buffers
-        amaxes = buffers["amax_history"]
-        if records and amaxes is not None and amaxes.shape[0] != recipe.amax_history_len:
-            with torch.inference_mode(False):  # or training could not write to it later
-                self.amax_history = resized(amaxes, recipe.amax_history_len)
-        if (
-            known is not None
-            and known.recipe is recipe
-            and known.scale is buffers["scale"]
-            and known.amax_history is buffers["amax_history"]
-        ):
+        known, buffers, length = None if compiling else self.progress.history, self._buffers, recipe.amax_history_len
+        scale, amaxes = buffers["scale"], buffers["amax_history"]
+        if known is not None and known[0] is scale and known[1] is amaxes and known[2] is recipe:
             return known
+        if records and amaxes is not None and amaxes.shape[0] != length:
+            with torch.inference_mode(False):  # or training could not write to it later
+                self.amax_history = resized(amaxes, length)
         found = History(self.scale, self.amax_history, recipe, recipe.rules[0 if forward else 1], self.share)
-        if not compiling:
+        if not compiling and found.amax_history.shape[0] == length:
             self.progress.history = found
         return found
 
@@ -300,14 +295,14 @@ class Region:
         """Reduces and updates the histories of one direction, each once, with one reduction a group."""
         members = in_order(self.forward if forward else self.backward)
         compiling = torch.compiler.is_compiling()
-        latest = {member.state: member.recipe for member in members}
-        histories = {state: state.history(recipe, forward, compiling) for state, recipe in latest.items()}
-        groups: dict[Group, dict[AmaxHistory, History]] = {}
+        histories: dict[AmaxHistory, History] = {}
+        groups: dict[Group, dict[AmaxHistory, None]] = {}
         for member in members:
+            histories[member.state] = member.state.history(member.recipe, forward, compiling)
             if member.group is not None:
-                groups.setdefault(member.group, {})[member.state] = histories[member.state]
-        for group, found in groups.items():
-            reduce(list(found.values()), group)
+                groups.setdefault(member.group, {})[member.state] = None
+        for group, states in groups.items():
+            reduce([histories[state] for state in states], group)
         update(list(histories.values()))
 
     def add_compiled(self, member: Member, first: bool) -> None:

@@ -34,8 +34,7 @@ class Conv1DLinear(Linear):
     def _weight_matrix(self) -> Tensor:
         return self.weight.t()
 
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight.t(), self.bias
+    _weight_and_bias = LinearState._weight_and_bias
 
     def reset_parameters(self) -> None:
         """Resets as a new ``Conv1D``: normal values of standard deviation 0.02, a bias of 0, a new state of scaling."""

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from minifloat.ops import matmul
-from minifloat.ops.tape import taping
+from minifloat.ops.tape import taping, watching
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 _is_batch, _is_older_batch = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
@@ -39,12 +38,12 @@ def replayed(
         tensors: all that it reads and writes; emptied, so that it may free what it has read.
         held: of the same tensors, for ``function``; emptied as well where that is not called.
     """
-    watched = torch._C._len_torch_dispatch_stack() > taping.modes or matmul.counting()
-    if watched or not {type(x) for x in tensors} <= _PLAIN:
+    watched = torch._C._len_torch_dispatch_stack() > taping.modes or watching
+    if watched or not {*map(type, tensors)} <= _PLAIN:
         tensors.clear()
         return function()
     with torch._C._DisableAutocast():  # as products run that are not replayed
-        return recorder(key, tensors, function, held)
+        return (recorder.again(key, tensors) if held is None else None) or recorder(key, tensors, function, held)
 
 
 def exporting() -> bool:

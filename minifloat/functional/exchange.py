@@ -16,7 +16,7 @@ from minifloat.autocast import DelayedCall
 from minifloat.comm.collectives import Pending
 from minifloat.comm.group import Group
 from minifloat.formats import COLUMNWISE, ROWWISE
-from minifloat.functional.quantize import Mode, cast_with, delayed_scale, record, reuse, values_of
+from minifloat.functional.quantize import Mode, cast_with, delayed_scale, record_all, reuse, values_of
 from minifloat.functional.spec import Given, Spec
 from minifloat.functional.tensor_parallel import (
     Gathered,
@@ -173,7 +173,7 @@ class _Split(Exchange):
         scale = delayed_scale(delayed_call, kind) if scale is None else scale
         part = prepare_shard(x, quantizer, self.shards, self.group, amaxes=amaxes, scale=scale)
         if delayed_call is not None:
-            record(delayed_call, kind, part)
+            record_all(delayed_call, [kind], [part])
         if spec.seen is not None and self.shards.aligned(row_unit(quantizer)):
             spec.seen(kind, x, part)
         return part

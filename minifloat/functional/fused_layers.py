@@ -35,7 +35,7 @@ from minifloat.functional.norm_activation import (
     norm_value,
     reads_fp32,
 )
-from minifloat.functional.quantize import delayed_scale, record
+from minifloat.functional.quantize import delayed_scale, record_all
 from minifloat.functional.spec import Spec
 from minifloat.operand import Operand, Quantized
 from minifloat.ops import new
@@ -200,7 +200,7 @@ def multiply_output(
         if spec.seen is not None and (read := compute(quantizer).value) is not None:  # what the kernel's cast reads
             spec.seen("input", read, made.quantized)
         if given.delayed is not None:
-            record(given.delayed, "input", made.quantized)
+            record_all(given.delayed, ["input"], [made.quantized])
     known = new(KnownOfX, (None, made.amaxes, made.label))
     x, w, own = exchange.quantize_inputs(spec, source, given, made.value, weight, known)
     if spec.eager:
@@ -448,7 +448,7 @@ def _grad_operands(mlp: MLPCall, dh: FusedOutput, delayed_call: DelayedCall | No
         casts = spec.options.needs_x or spec.options.needs_w
         return dh.label(exchange.quantize_dy(spec, dh.value, delayed_call, dh.amaxes if casts else None))
     if delayed_call is not None:
-        record(delayed_call, "grad_output", dh.quantized)
+        record_all(delayed_call, ["grad_output"], [dh.quantized])
     return dh.quantized
 
 

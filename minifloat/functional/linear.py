@@ -21,7 +21,7 @@ from minifloat.comm.collectives import Pending
 from minifloat.formats import COLUMNWISE
 from minifloat.functional import node
 from minifloat.functional.autograd import as_output, first_order, guarded, replayed
-from minifloat.functional.exchange import UNKNOWN, Exchange, KnownOfX, waited
+from minifloat.functional.exchange import LOCAL, UNKNOWN, Exchange, KnownOfX, waited
 from minifloat.functional.quantize import as_quantized_tensor, delayed_scale
 from minifloat.functional.spec import Given, Spec
 from minifloat.functional.weight_source import WeightSource
@@ -60,40 +60,55 @@ class LinearFunction(torch.autograd.Function):
         ctx: Any, spec: Spec, exchange: Exchange, source: WeightSource, given: Given, x: Tensor, weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        if isinstance(spec, node.Traced):
+        if not spec.eager and isinstance(spec, node.Traced):
             inputs, ctx.sizes = (x, weight, bias), (*x.shape, weight.shape[0])
-            (y, *saved), ctx.after = node.forward("linear", (), (spec,), (given.delayed,), inputs, ctx.sizes)
+            (y, *saved), after = node.forward("linear", (), (spec,), (given.delayed,), inputs, ctx.sizes)
             y = as_output(y, (*x.shape[:-1], weight.shape[0]))
             saved += [weight] * (source.memory(spec.options) is not None)
         else:
-            (y, *saved), ctx.after = forward_pass((spec, exchange, source, given), x, weight, bias)
-            y = output(spec, exchange, y, x.shape, given.delayed)
-        ctx.axes, ctx.delayed, ctx.x_shape = (spec, exchange, source), given.delayed, x.shape
+            (y, *saved), after = forward_pass((spec, exchange, source, given), x, weight, bias)
+            if exchange is not LOCAL or spec.options.quantize_output:
+                y = output(spec, exchange, y, x.shape, given.delayed)
+        ctx.call = (spec, exchange, source), given.delayed, after, x.shape
         ctx.save_for_backward(*saved)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (spec, _, source), saved = ctx.axes, ctx.saved_tensors
-        if isinstance(spec, node.Traced):
+        axes, delayed, after, x_shape = ctx.call
+        (spec, exchange, source), saved = axes, ctx.saved_tensors
+        if not spec.eager and isinstance(spec, node.Traced):
             memory = source.memory(spec.options)
-            dx, dw, db = node.backward(ctx.after, (ctx.delayed,), (dy,), saved, ctx.sizes, (memory,))
+            dx, dw, db = node.backward(after, (delayed,), (dy,), saved, ctx.sizes, (memory,))
             dw = dw if dw is None else dw.view(ctx.sizes[-1], ctx.sizes[-2])
+            dx = dx if dx is None else as_output(dx, x_shape)
         else:
-            dx, dw, db = backward_pass(ctx.axes, ctx.delayed, ctx.after, dy, saved)
-        if dx is not None:
-            dx = grad_input(spec, dx, ctx.x_shape, ctx.delayed)
-        if ctx.delayed is not None:
-            ctx.delayed.backward_finished()
+            dx, dw, db = backward_pass(axes, delayed, after, dy, saved)
+            if dx is not None and (exchange is not LOCAL or spec.options.quantize_grad_input):
+                dx = grad_input(spec, dx, x_shape, delayed)
+        if delayed is not None:
+            delayed.backward_finished()
         return None, None, None, None, dx, dw, db
 
 
 def forward_pass(
     call: LinearCall | tuple[Spec, Exchange, WeightSource, Given], x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Sequence[Any], tuple[Any, Any]]:
+) -> tuple[Sequence[Any], Any]:
     """Computes Y and what backward reads; then the layouts of that, and what of the call decides on the backward."""
     spec, exchange, source, given = call
+    taped: Any = None
+    if spec.forward is not None:
+        if given.x is None and given.w is None and exchange is LOCAL:  # what forward_inputs finds, in less time
+            inputs = [x, weight] if bias is None else [x, weight, bias]
+            if given.delayed is not None:
+                inputs += _history(given.delayed, 0)
+            taped = (bias is None, len(inputs)), inputs
+            if (again := spec.forward.again(*taped)) is not None:
+                return again[0], (again[1], taped[0])
+        else:
+            read = x if given.x is None else None, weight if given.w is None else None, bias
+            taped = forward_inputs([call], *read)
 
     def compute() -> tuple[list[Any], list[Any]]:
         # Delayed scaling: a backward that casts X again needs this forward's scale, which the next update replaces.
@@ -101,13 +116,13 @@ def forward_pass(
         known = UNKNOWN if x_scale is None else KnownOfX(x_scale)
         x_operands, w_operands, own_x = exchange.quantize_inputs(spec, source, given, x, weight, known)
         y = exchange.fprop(spec, x_operands, w_operands, bias, *given.out)
+        if exchange is LOCAL and not spec.options.quantize_output:  # a part of what is replayed
+            y = output(spec, exchange, y, x.shape, None)
         saved_w = source.save(spec, weight, w_operands) if spec.options.needs_x else None
         saved, layouts = pack(save_x(spec, exchange, x, own_x), saved_w)
         return [y, *saved, x_scale], layouts
 
-    read = x if given.x is None else None, weight if given.w is None else None, bias
-    taped = spec.forward and forward_inputs([call], *read)
-    made, layouts = replayed(spec.forward, *taped, compute) if taped else compute()
+    made, layouts = replayed(spec.forward, taped[0], taped[1], compute) if taped else compute()
     return made, (layouts, taped and taped[0])
 
 
@@ -117,6 +132,18 @@ def backward_pass(
 ) -> Sequence[Any]:  # fmt: skip
     """Computes dX [M, K], dW and db, each None if not needed, from what :func:`forward_pass` gave."""
     (spec, exchange, source), (layouts, key) = axes, after
+    inputs: Any = None
+    key = source.dtype, key
+    if spec.backward is not None:
+        if exchange is LOCAL and source.tasks is None and not source.main_grad:  # likewise
+            inputs = [dy, *[each for each in saved if each is not None]]
+            if delayed is not None:
+                delayed.backward_begins()
+                inputs += _history(delayed, 1)
+            if (again := spec.backward.again(key, inputs)) is not None:
+                return again[0]
+        else:
+            inputs = backward_inputs([(exchange, source, delayed)], dy, *saved)
 
     def compute() -> tuple[list[Any], None]:
         *packed, x_scale = saved
@@ -124,10 +151,11 @@ def backward_pass(
         db = exchange.bias_gradient(spec, dy) if spec.options.needs_b else None
         dy_operands = exchange.quantize_dy(spec, dy, delayed)
         dx, dw = gradients(spec, exchange, source, dy_operands, x, w, x_scale)
+        if dx is not None and exchange is LOCAL and not spec.options.quantize_grad_input:
+            dx = grad_input(spec, dx, (*dy.shape[:-1], dx.shape[1]), None)
         return [dx, dw, waited(db)], None
 
-    inputs = spec.backward and backward_inputs([(exchange, source, delayed)], dy, *saved)
-    return (replayed(spec.backward, (source.dtype, key), inputs, compute) if inputs else compute())[0]
+    return (replayed(spec.backward, key, inputs, compute) if inputs else compute())[0]
 
 
 class LinearPass(node.Pass):
@@ -186,7 +214,7 @@ def gradients(
         w = source.for_dgrad(spec, w)
         dx = exchange.dgrad(spec, dy, exchange.dequantized(w) if spec.override == "dequantized" else w)
     if loaded is not None:
-        dw = source.accumulate(spec, partial(exchange.wgrad, spec, dy.along(COLUMNWISE), loaded))
+        dw = source.accumulate(spec, partial(exchange.wgrad, spec, dy.columnwise or dy.along(COLUMNWISE), loaded))
     return waited(dx), dw
 
 
@@ -246,12 +274,12 @@ def backward_inputs(
     return inputs
 
 
-def _history(call: DelayedCall | None, direction: int) -> tuple[Tensor | None, ...]:
+def _history(call: DelayedCall | None, direction: int) -> tuple[Tensor, ...]:
     """Lists what a pass reads and writes of delayed scaling's state."""
     if call is None:
         return ()
-    history = call.histories[direction]
-    return history.scale, history.amax_history if call.records[direction] else None
+    scale, amaxes, *_ = call.histories[direction]
+    return (scale, amaxes) if call.records[direction] else (scale,)
 
 
 def save_x(spec: Spec, exchange: Exchange, x: Tensor | None, own: Quantized) -> Operand | None:

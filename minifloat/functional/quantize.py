@@ -281,13 +281,8 @@ def delayed_scale(delayed_call: DelayedCall | None, kind: str, keep: bool = Fals
     return history.scale[slot : slot + 1]
 
 
-def record(delayed_call: DelayedCall, kind: str, result: Quantized) -> None:
-    """Records the amax that a delayed cast measured of the tensor that the layer knows as ``kind``, if at all."""
-    record_all(delayed_call, [kind], [result])
-
-
 def record_all(delayed_call: DelayedCall, kinds: Sequence[str], results: Sequence[Quantized]) -> None:
-    """Records several tensors of one direction in one launch."""
+    """Records the amaxes that delayed casts measured of tensors of one direction, if at all, in one launch."""
     slots, amaxes, direction = [], [], 0
     for kind, result in zip(kinds, results, strict=True):
         direction, slot = _SLOTS[kind]

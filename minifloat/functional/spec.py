@@ -160,7 +160,7 @@ class Configured(NamedTuple):
 
     recipe: Recipe
     config: LinearConfig
-    specs: dict[Options, Spec]
+    specs: dict[tuple[Any, ...], Spec]
 
 
 class LinearConfigs:

@@ -178,7 +178,7 @@ def _holds_for_whole(held: Quantized, fmt: Format, dim: int, shards: ShardMap, s
 class Gathered:
     """Operands of a whole tensor that is being gathered: reading one waits for it, and releases it."""
 
-    rowwise = None  # so that products call along()
+    rowwise = columnwise = None  # so that products call along()
 
     def __init__(self, pending: Sequence[Pending[list[Quantized]]]) -> None:
         self._pending = list(pending)

@@ -108,9 +108,6 @@ class ExpertParameters(LinearState):
         except KeyError:  # one that is computed, as by torch.nn.utils.parametrize
             return [getattr(modules[name], kind) for name in names]
 
-    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        return self._weight_matrix(), None if self.return_bias else self._bias_vector()
-
     def _weight_matrix(self) -> Tensor:
         """W [G, N, K]."""
         if self._etp is not None:

@@ -26,7 +26,7 @@ from minifloat.nn.options import InitMethod, check_tensor, one_dtype
 from minifloat.nn.quantized_parameters import parameter_init, quantize_weights, write
 from minifloat.nn.tensor_parallel import mark, partitions, shard_rows, tensor_parallel
 from minifloat.ops import matmul
-from minifloat.quantizer import Quantizer
+from minifloat.quantizer import DTYPES, Quantizer
 from minifloat.recipe import Recipe, RecipeLike
 from minifloat.recompute import exchange_of
 from minifloat.tensor import QuantizedTensor
@@ -160,8 +160,8 @@ class Linear(LinearState, nn.Linear):
             check_tensor(x, self)
             exchange = exchange_of(self).of_call(x.shape, rows_per_rank, self)
         linear_call.check_input(self, x, is_first_microbatch)
-        recipe = linear_call.recipe_in_force(self)
-        if recipe is None:
+        recipe = self._recipe
+        if not isinstance(recipe, Recipe) and (recipe := linear_call.recipe_in_force(self)) is None:
             if (calibration := linear_call.calibration_of(self)) is not None:
                 calibrate([x.detach(), self._own_values()], ["input", "weight"], calibration)
             rows_alone = used.batch_invariant and is_batch_invariant()
@@ -170,14 +170,16 @@ class Linear(LinearState, nn.Linear):
             elif not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.wgrad_in_weight_dtype):
                 return self._high_precision(x)
             recipe = linear_call.UNQUANTIZED  # PyTorch's own linear cannot do what is asked
-        dtype = linear_call.compute_dtype(self, x)
+        dtype, quantized = x.dtype, type(x) is not Tensor and isinstance(x, QuantizedTensor)
+        if compiling or dtype not in DTYPES or torch._C._is_any_autocast_enabled():
+            dtype = linear_call.compute_dtype(self, x)
+            x = x.to(dtype)
         linear, weight, bias = linear_call.prepare_call(
-            self, recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, exchange,
-            input_is_quantized=isinstance(x, QuantizedTensor),
-            node=compiling and linear_call.takes_node(self, is_first_microbatch),
+            self, recipe, dtype, x.requires_grad, is_first_microbatch, fp8_output, fp8_grad, exchange, False, quantized,
+            compiling and linear_call.takes_node(self, is_first_microbatch),
         )  # fmt: skip
-        (spec, exchange, _, given), x = linear, x.to(dtype)
-        if not exchange.gathers_x and isinstance(x, QuantizedTensor):
+        spec, exchange, _, given = linear
+        if quantized and not exchange.gathers_x:
             given.x = reuse(x, spec.x)
         run: Callable[..., Tensor] = apply_eagerly if spec.eager else LinearFunction.apply
         y = run(*linear, x, weight, bias)
@@ -235,10 +237,9 @@ class Linear(LinearState, nn.Linear):
         """Returns W, and b where forward adds it; from ``_parameters``: nn.Module's ``__getattr__`` takes longer."""
         own = self._parameters
         weight = own.get("weight")
-        unusual = self.parameters_split is not None or self._etp is not None
-        if weight is None or "bias" not in own or unusual:  # some are no parameters any more
-            return self._weight_matrix(), None if self.return_bias else self._bias_vector()
-        return weight, None if self.return_bias else own["bias"]
+        if weight is not None and self.parameters_split is None and self._etp is None and "bias" in own:
+            return weight, None if self.return_bias else own["bias"]
+        return super()._weight_and_bias()  # some may be no parameters any more
 
     def _gathered_weight(self) -> QuantizedTensor | None:
         """Returns W where FSDP2 has gathered ``parameters_split`` as codes of one matrix; it gets no gradient."""

@@ -18,7 +18,7 @@ from minifloat.comm.collectives import other_recipes, other_recipes_in_trace
 from minifloat.comm.dtensor_ddp import check_reduced
 from minifloat.comm.group import Group
 from minifloat.delayed import check_same_scale
-from minifloat.functional.autograd import autocast_enabled, exporting
+from minifloat.functional.autograd import autocast_dtype, autocast_enabled, exporting
 from minifloat.functional.exchange import LOCAL, Exchange
 from minifloat.functional.gemm import check_rows_alone
 from minifloat.functional.linear import LinearCall
@@ -72,28 +72,26 @@ def prepare_call(
         latest = layer._configs.under(recipe, layer._new_config)
     _, config, specs = latest
     replayed, grad = None, torch.is_grad_enabled()
-    special = compiling or config.delayed is not None or not grad or recompute._inside
-    if special or _graph_task() != -1 or _top_hooks(True) is not None:
+    if compiling or not grad or recompute._inside or _graph_task() != -1 or _top_hooks(True) is not None:
         replayed = replayed_scale(layer, recipe, config, compiling)
     weight, bias = layer._weight_and_bias()
     needs_x = grad and needs_x
     needs_w = grad and weight.requires_grad
     needs_b = grad and bias is not None and bias.requires_grad
-    source, past_autograd = layer._weight_as_it_is, layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute
-    if past_autograd or layer._etp is not None or layer.wgrad_in_weight_dtype:
+    source, etp = layer._weight_as_it_is, layer._etp
+    past_autograd = layer.fuse_wgrad_accumulation or layer.delay_wgrad_compute or etp is not None
+    if past_autograd or layer.wgrad_in_weight_dtype:
         source = layer._weight_source(weight)
-    if past_autograd or layer._etp is not None:
+    if past_autograd:
         begin_own_gradients(layer, source, needs_w, is_first_microbatch, compiling)
-    options = Options(
-        device=weight.device.type, dtype=dtype, weight_dtype=weight.dtype,
-        needs_x=needs_x, needs_w=needs_w, needs_b=needs_b, ranks=exchange.mode and exchange.ranks,
-        input_is_quantized=input_is_quantized, recompute_x=recompute_x,
-        quantize_output=fp8_output, quantize_grad_input=fp8_grad,
-        batch_invariant=used.batch_invariant and is_batch_invariant(),
-        gathers_weight=layer._etp is not None, delays_wgrad=layer.delay_wgrad_compute,
+    wanted = (  # of Options, which takes a call to make
+        weight.device.type, dtype, weight.dtype, needs_x, needs_w, needs_b, exchange.mode and exchange.ranks,
+        input_is_quantized, recompute_x, fp8_output, fp8_grad, used.batch_invariant and is_batch_invariant(),
+        etp is not None, layer.delay_wgrad_compute,
     )  # fmt: skip
-    spec: Any = None if compiling else specs.get(options)
+    spec: Any = None if compiling else specs.get(wanted)
     if spec is None:
+        options = Options(*wanted)
         if exchange.mode is not None and not weight.is_meta:
             check_same_recipe(layer, f"{type(recipe).__name__}({config.describe()})", exchange.group, weight)
         check_weight_dtype(layer, weight.dtype)
@@ -110,10 +108,9 @@ def prepare_call(
     if config.delayed is not None:
         backward = needs_x or needs_w or needs_b
         given.delayed = start_delayed_call(layer, config.delayed, replayed, backward, exchange)
-    plain = type(weight) is nn.Parameter or (type(weight) is Tensor and not compiling and layer._etp is None)
-    nothing_kept = compiling or layer._weight_cache is None
-    cast_now = isinstance(spec, Traced) or (plain and is_first_microbatch is None and nothing_kept)
-    if not cast_now:
+    plain = type(weight) is nn.Parameter or (type(weight) is Tensor and not compiling and etp is None)
+    cast_now = plain and is_first_microbatch is None and (compiling or layer._weight_cache is None)
+    if not (cast_now or isinstance(spec, Traced)):
         given.w = layer._weight_operands(spec, given.delayed, weight, is_first_microbatch)
         if spec.seen is not None and given.w is not None:
             spec.seen("weight", weight, given.w)
@@ -163,10 +160,7 @@ def compute_dtype(layer: LinearState, x: Tensor) -> torch.dtype:
             f"{layer._label}: cannot quantize {x.dtype} input and {layer._weight_matrix().dtype} weight; "
             "use bf16, fp16 or fp32, as x.float()"
         )
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+    return autocast_dtype(x)
 
 
 def returned_bias(layer: LinearState, exchange: Exchange) -> Tensor | None:
@@ -180,8 +174,6 @@ def replayed_scale(
 ) -> Tensor | None:
     """Finds the delayed scales that a recomputation reads in place of the layer's; called once in each forward."""
     scale = None if config is None or config.delayed is None else layer.forward_scaling.scale
-    if scale is not None and scale.is_meta:
-        check_on_meta(layer)
     if not compiling:
         return recompute.replayed_scale(layer, None if recipe is UNQUANTIZED else recipe, scale)
     if scale is not None or (recipe is None and layer._recipe is None and "forward_scaling" in layer._modules):
@@ -204,9 +196,11 @@ def start_delayed_call(
     layer: LinearState, recipe: DelayedScaling, replayed: Tensor | None, backward: bool, exchange: Exchange
 ) -> DelayedCall:
     """Returns where delayed scaling keeps its state in this call; a recomputation records nothing."""
-    states, first = (layer.forward_scaling, layer.backward_scaling), replayed is None
-    records = torch.is_grad_enabled() and first
-    call = DelayedCall(states, recipe, records, backward and first, current(), replayed)
+    modules: Any = layer._modules  # where nn.Module's __getattr__ finds them, after a while
+    states, first = (modules["forward_scaling"], modules["backward_scaling"]), replayed is None
+    if states[0]._buffers["scale"].is_meta:
+        check_on_meta(layer)
+    call = DelayedCall(states, recipe, first and torch.is_grad_enabled(), first and backward, current(), replayed)
     if exchange.sequence_parallel:
         check_same_scale(layer, "sequence_parallel=True gathers tensors", exchange.group, recipe, call.group)
     if layer._etp is not None:

@@ -23,7 +23,7 @@ from minifloat.functional.quantize import (
     linear_config,
     pairs_with,
     quantize,
-    record,
+    record_all,
     reuse,
 )
 from minifloat.functional.spec import LinearConfigs, Spec
@@ -123,7 +123,7 @@ class LinearState(QuantizedWeights):
 
     def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Returns W, and b where forward adds it."""
-        raise NotImplementedError
+        return self._weight_matrix(), None if self.return_bias else self._bias_vector()
 
     def _gathered_weight(self) -> QuantizedTensor | None:
         """Returns W where FSDP2 has gathered it as one, of several parameters."""
@@ -257,7 +257,7 @@ class LinearState(QuantizedWeights):
     def _record_weight(self, delayed_call: DelayedCall | None, operands: Quantized) -> None:
         """Records the amax of a weight that is not cast in this call; of a sharded one that of this rank's rows."""
         if delayed_call is not None:
-            record(delayed_call, "weight", operands)
+            record_all(delayed_call, ["weight"], [operands])
 
     # ---- calls ----
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from math import isfinite
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,9 @@ _NOTHING = -1
 empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", partial(torch.empty_strided, device="cuda")
 )
-_reinterpreted: Callable[..., Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+_guards: Any = torch._C._dynamo.guards
+_reinterpreted: Callable[..., Tensor] = _guards._reinterpret_tensor
+_modes, _autocast, _address = torch._C._len_torch_dispatch_stack, torch._C._is_any_autocast_enabled, Tensor.data_ptr
 
 
 class _Taping(threading.local):
@@ -64,6 +67,8 @@ class _Taping(threading.local):
 
 taping = _Taping()
 """A test, a profiler or a fake tensor is to see operations where there are more modes than ``taping.modes``."""
+watching: list[Any] = []
+"""What counts products, which passes that are replayed do not."""
 
 
 def current() -> Tape | None:
@@ -379,7 +384,7 @@ class _Writer:
     def _line(self, step: Step) -> str:
         if step.kind == "call":
             assert step.tree is not None
-            words = [self._tensor(x) if isinstance(x, Place) else self._constant(x) for x in step.arguments]
+            words = [self._tensor(x, step.kept) if isinstance(x, Place) else self._constant(x) for x in step.arguments]
             args, kwargs = tree_unflatten(words, step.tree)
             text = ", ".join([*map(_text, args), *[f"{name}={_text(value)}" for name, value in kwargs.items()]])
             call = f"{self._constant(step.function)}({text})"
@@ -395,13 +400,17 @@ class _Writer:
         shape, stride, dtype = layout_of(self.tape.memory[slot])
         return f"t{slot} = empty({shape}, {stride}, {dtype})" + ".zero_()" * (step.kind == "zeros")
 
-    def _tensor(self, place: Place) -> str:
+    def _tensor(self, place: Place, kept: bool = True) -> str:
+        """What is neither written to nor ``kept`` may be a view to autograd, which takes less time."""
         slot, offset, (shape, stride, dtype) = place
         if slot == _NOTHING:
             return f"empty({shape}, {stride}, {dtype})"
         if slot in self.fill:
             return f"view(whole, {shape}, {stride}, {dtype}, begin + {self.fill[slot] + offset})"
         same = not offset and place.layout == layout_of(self.tape.memory[slot])
+        *known, held = layout_of(self.tape.memory[slot])
+        if not kept and not same and not offset and known == [shape, stride] and held.itemsize == dtype.itemsize:
+            return f"t{slot}.view({dtype})"
         return f"t{slot}" if same else f"view(t{slot}, {shape}, {stride}, {dtype}, {offset})"
 
     def _address(self, x: Any) -> str:
@@ -467,6 +476,20 @@ class Recorder:
     def __init__(self, of_operation: bool = False, apart: bool = False) -> None:
         self.of_operation, self.apart = of_operation, apart
         self.known: dict[Any, Replay | str] = {}  # or why it is called each time
+        self.latest: dict[Any, tuple[int, Any]] = {}  # of a key and a number: device and replay
+
+    def again(self, key: Any, tensors: list[Any]) -> Any:
+        """What a call returns if one look tells that it is the key's latest replay; else None, and nothing was done."""
+        latest = self.latest.get((key, len(tensors)))
+        if latest is None or taping.tape is not None or watching or _modes() or _autocast():
+            return None
+        device, replay = latest
+        if not replay.fits(*tensors) or (device >= 0 and device != torch._C._cuda_getDevice()):
+            return None
+        pointers = [*map(_address, tensors)]
+        if reduce(or_, pointers) & 15 or 0 in pointers or len({*pointers}) < len(pointers):
+            return None
+        return replay(tensors, pointers)
 
     def __call__(
         self, key: Any, tensors: Results, function: Callable[[], tuple[Results, Any]], held: list[Any] | None = None
@@ -481,45 +504,39 @@ class Recorder:
 
         A replay gives None for what is empty.
         """
-        layouts, arguments, pointers, aligned = [key], [], [], True
-        for x in tensors:
-            if x is None:
-                layouts.append(None)
-                continue
-            pointer = x.data_ptr()
-            arguments.append(x)
-            pointers.append(pointer)
-            aligned = aligned and (not pointer & 15 or x.numel() == 1)
-            layouts += x.shape, x.stride(), x.dtype, x.get_device()
-        device = arguments[0].get_device()
+        layouts = [x if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
+        arguments = [x for x in tensors if x is not None]
+        pointers, device = [*map(_address, arguments)], arguments[0].get_device()
         if isinstance(tensors, list):
             tensors.clear()
+        aligned = all([not at & 15 or x.numel() == 1 for at, x in zip(pointers, arguments, strict=True)])
         # Of other addresses kernels read copies; what is empty has none.
-        here = device < 0 or device == torch._C._cuda_getDevice()
-        if not aligned or not here or 0 in pointers:
+        fits = aligned and 0 not in pointers and (device < 0 or device == torch._C._cuda_getDevice())
+        distinct = len({*pointers}) == len(pointers)
+        known = (key, None if distinct else tuple(map(pointers.index, pointers)), *layouts)  # and which are the same
+        replay: Any = self.known.get(known) if fits else ""  # once: another thread may clear them
+        if type(replay) is str or taping.tape is not None:
             arguments.clear()
-            return function()
-        if len({*pointers}) < len(pointers):
-            layouts.append(tuple(map(pointers.index, pointers)))  # which are one and the same is taped, too
-        known = tuple(layouts)
-        replay: Any = self.known.get(known)  # once: another thread may clear them
-        if taping.tape is not None:  # a function inside of another is a part of it
-            arguments.clear()
-            return taping.tape.recorded(replay, function)
-        if type(replay) is str:
-            arguments.clear()
-            return function()
+            outer = taping.tape if fits else None  # a function inside of another is a part of it
+            return function() if outer is None else outer.recorded(replay, function)
         if replay is not None:
             if held is not None:
                 held.clear()
+            if distinct and len(arguments) == len(layouts):
+                self.latest[key, len(arguments)] = device, replay
             return replay(arguments, pointers)
         if len(self.known) >= MOST_TAPES:
             self.known.clear()
+            self.latest.clear()
         taping.tape, taping.modes = tape, _ = Tape(arguments), 1
         try:
             with tape:
                 results, rest = function()
             replay = tape.written(results, rest, self.of_operation, self.apart)
+            if replay is not None:
+                sizes, strides = [[*x.shape] for x in arguments], [[*x.stride()] for x in arguments]
+                guards = _guards.TensorGuards(*arguments, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+                replay.fits = guards.check
             self.known[known] = replay or tape.refused or "it does nothing"
         finally:
             taping.tape, taping.modes = None, 0
@@ -542,14 +559,11 @@ class _Zeros(threading.local):
 
     def take(self, count: int, device: torch.device, of_operation: bool = False) -> tuple[Tensor, int]:
         """fp32 zeros, and from which byte on, a multiple of 16, the next ``count`` are nobody else's."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        if capturing != self.of_graph or count > MOST_ZEROS:
-            return _filled(count, device), 0  # replays of a graph fill again
-        key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-        if of_operation and not capturing and key[1] != 0:
-            return _filled(
-                count, device
-            ), 0  # Inductor runs what it is about to capture in a stream and a pool of its own
+        capturing, index = torch.cuda.is_current_stream_capturing(), device.index
+        key = index, torch._C._cuda_getCurrentRawStream(index)
+        # Replays of a graph fill again; Inductor runs what it is about to capture in a stream and a pool of its own.
+        if capturing != self.of_graph or count > MOST_ZEROS or (of_operation and not capturing and key[1] != 0):
+            return _filled(count, device), 0
         whole, taken = self.filled.get(key, (None, MOST_ZEROS))
         if whole is None or taken + count > MOST_ZEROS:
             with torch.inference_mode(False):  # autograd may save some of them

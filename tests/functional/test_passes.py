@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from minifloat import (
     quantized_model_init,
 )
 from minifloat.functional import fused_layers, linear
+from minifloat.nn import linear_call
 from minifloat.ops.tape import MOST_TAPES, Recorder
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.replay_on_cpu import counted_replays, replay_on_cpu
@@ -77,6 +79,39 @@ def test_replayed(module: str, recipe: str, shape: tuple[int, ...]) -> None:
     with counted_replays() as replays:
         got = steps(module, recipe, shape)
     assert len(replays) >= 12 and all(replays[-8:])
+    for one, other in zip(got, want, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(("shape", "bias"), [((8, 32), True), ((2, 5, 32), False)])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_replayed_references(recipe: str, shape: tuple[int, ...], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a linear's passes replay PyTorch's operations, with gradients and histories of each step."""
+    replay_on_cpu(monkeypatch)
+    make_spec = linear_call.make_spec
+
+    def recorded(*args: Any) -> Any:
+        return replace(make_spec(*args), forward=Recorder(), backward=Recorder())
+
+    def steps() -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, found = Linear(32, 48, bias=bias), []
+        for scale in range(1, 7):
+            x = torch.randn(shape, requires_grad=True)
+            with autocast(recipe=recipe):
+                y = layer(x, is_first_microbatch={5: True, 6: False}.get(scale))
+            (y * 1).backward(scale * torch.randn_like(y))
+            assert not y._is_view() and x.grad is not None
+            found += [y.detach().clone(), x.grad, *[p.grad for p in layer.parameters() if p.grad is not None]]
+            found += [each.clone() for each in layer.buffers()]
+            layer.zero_grad()
+        return found
+
+    want = steps()
+    monkeypatch.setattr(linear_call, "make_spec", recorded)
+    with counted_replays() as replays:
+        got = steps()
+    assert replays == [False, False, *[True] * 6, False, False, True, True]
     for one, other in zip(got, want, strict=True):
         assert_same_bits(one, other)
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 from minifloat.ops import tape
 from minifloat.ops.launch import count_launches
+from minifloat.ops.matmul import count_gemms
 from minifloat.ops.tape import Recorder, opaque
 from tests.helpers.compare import assert_same_bits
 from tests.helpers.replay_on_cpu import replay_on_cpu
@@ -83,6 +85,49 @@ def test_which_inputs_are_the_same_is_told_apart() -> None:
     for x, y in ((a, a), (a, b), (b, a), (b, b)):
         (got,), _ = recorder(None, (x, y), lambda x=x, y=y: ([x - 2 * y], None))
         assert_same_bits(got, x - 2 * y)
+
+
+def test_one_look_finds_the_latest_replay() -> None:
+    """And nothing else: whatever differs, a call decides."""
+    recorder, memory = Recorder(), torch.randn(40)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+
+    def call(key: Any, *tensors: Tensor) -> Tensor | None:
+        return recorder(key, [*tensors], lambda: ([tensors[0] - 2 * tensors[-1]], None))[0][0]
+
+    assert recorder.again("key", [x, y]) is None
+    for _ in range(2):  # taped, then replayed
+        call("key", x, y)
+    given = [x, y]
+    found = recorder.again("key", given)
+    assert found is not None and not given
+    assert_same_bits(found[0][0], x - 2 * y)
+    others: dict[str, tuple[Any, list[Tensor]]] = {
+        "a key": ("other", [x, y]),
+        "a number": ("key", [x]),
+        "a shape": ("key", [x, torch.randn(1, 4)]),
+        "a stride": ("key", [x, y.t()]),
+        "a dtype": ("key", [x, y.double()]),
+        "a type": ("key", [x, torch.nn.Parameter(y)]),
+        "the same twice": ("key", [x, x]),
+        "parts of one": ("key", [memory[:16].view(4, 4), memory[:16].view(4, 4)]),
+        "an address": ("key", [x, memory[1:17].view(4, 4)]),
+    }
+    for call_of_twins in range(2):  # what is taped of one tensor given twice is no replay of two
+        call("twins", *[(x, x), (x, y)][call_of_twins])
+    call("twins", x, x)
+    found = recorder.again("twins", [x, y])
+    assert found is None or torch.equal(found[0][0], x - 2 * y)  # type: ignore[arg-type]
+    for name, (key, tensors) in others.items():
+        kept = [*tensors]
+        assert recorder.again(key, tensors) is None and len(tensors) == len(kept), name
+        assert_same_bits(call(key, *kept), kept[0] - 2 * kept[-1])
+    with TorchDispatchMode():
+        assert recorder.again("key", [x, y]) is None
+    with count_gemms():
+        assert recorder.again("key", [x, y]) is None
+    with torch.autocast("cpu"):
+        assert recorder.again("key", [x, y]) is None
 
 
 def test_what_nobody_reads_is_left_out_and_memory_is_freed() -> None:

@@ -87,14 +87,15 @@ def record_forward(history: Tensor, slots: Sequence[int], amaxes: Sequence[Tenso
 
 def update(histories: Sequence[Tensor], scales: Sequence[Tensor], rules: Sequence[str]) -> None:
     """The operation ``update_scales_``: histories of equal shape and rule in one launch."""
-    alike: dict[tuple[object, object, str], list[tuple[Tensor, Tensor]]] = {}
-    for history, scale, rule in zip(histories, scales, rules, strict=True):
-        alike.setdefault((history.device, history.shape, rule), []).append((history, scale))
-    for (*_, rule), layers in alike.items():
-        for first in range(0, len(layers), _LAYERS):
-            some = layers[first : first + _LAYERS]
-            tensors = [each for layer in some for each in layer]
-            _recorder(rule, tensors, partial(_update_alike, some, Rule.parse(rule)))
+    if len({*rules}) != 1 or _recorder.again(rules[0], [*histories, *scales]) is None:
+        alike: dict[tuple[object, object, str], list[tuple[Tensor, Tensor]]] = {}
+        for history, scale, rule in zip(histories, scales, rules, strict=True):
+            alike.setdefault((history.device, history.shape, rule), []).append((history, scale))
+        for (*_, rule), layers in alike.items():
+            for first in range(0, len(layers), _LAYERS):
+                some = layers[first : first + _LAYERS]
+                tensors = [each for layer in zip(*some, strict=True) for each in layer]
+                _recorder(rule, tensors, partial(_update_alike, some, Rule.parse(rule)))
     torch.autograd.graph.increment_version(scales)  # weights that several calls share are cast anew when it rises
 
 

@@ -18,6 +18,7 @@ from minifloat.ops.library import SymInt, operation
 from minifloat.ops.matmul import emulated, native, reference
 from minifloat.ops.matmul.native import cut
 from minifloat.ops.matmul.reference import finish, scaled
+from minifloat.ops.tape import watching
 
 CONTRACTED = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
 """The dims of the left and of the right operand that a GEMM contracts."""
@@ -32,9 +33,6 @@ class Gemm(NamedTuple):
     backend: str
 
 
-_counters: list[Counter[Gemm]] = []
-
-
 @contextmanager
 def count_gemms() -> Iterator[Counter[Gemm]]:
     """Counts the GEMMs executed inside, by kind, operand formats and backend.
@@ -43,21 +41,16 @@ def count_gemms() -> Iterator[Counter[Gemm]]:
     graphs also omit products that are PyTorch's own: on a GPU, unpadded ones with one scale a tensor or a row.
     """
     counter: Counter[Gemm] = Counter()
-    _counters.append(counter)
+    watching.append(counter)
     try:
         yield counter
     finally:
-        _counters[:] = [each for each in _counters if each is not counter]
-
-
-def counting() -> bool:
-    """Whether :func:`count_gemms` counts."""
-    return bool(_counters)
+        watching[:] = [each for each in watching if each is not counter]
 
 
 def record(gemm: str, a: str, b: str, backend: str) -> None:
     """Counts one GEMM."""
-    for counter in _counters:
+    for counter in watching:
         counter[Gemm(gemm, a, b, backend)] += 1
 
 
@@ -137,7 +130,7 @@ class Product:
         ``out``: [m, n] of ``out_dtype``, returned where the backend wrote or added to it; most do neither. ``counted``:
         by :func:`count_gemms`, of which a part of another one is not.
         """
-        if counted and _counters:
+        if counted and watching:
             record(self.gemm, self.a[0], self.b[0], self.backend)
         if not a.numel() or not b.numel():
             return finish(a.new_zeros(m, n, dtype=torch.float32), bias, out_dtype)
