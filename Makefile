@@ -21,7 +21,7 @@ RESULT = tests/results/$(NOW)
 # Where behaviour depends most on PyTorch's version, Python's, or the number of threads.
 VERSION_TESTS := $(patsubst %,tests/%.py,test_import nn/test_linear nn/test_inplace test_recompute test_compile \
     convert/test_convert_huggingface optim/test_optim functional/test_etp parallel/test_fsdp \
-    parallel/test_fsdp_checkpoint parallel/test_ddp tools/test_train_loop)
+    functional/test_node parallel/test_fsdp_checkpoint parallel/test_ddp tools/test_train_loop)
 python_of = $(shell for python in $(1) $(PYTHON); do $$python -c '' 2>/dev/null && echo $$python && break; done)
 
 .PHONY: help train test docs test-versions install-oldest test-oldest test-newest test-part installed-part test-all \

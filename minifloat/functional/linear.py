@@ -64,7 +64,7 @@ class LinearFunction(torch.autograd.Function):
             inputs, ctx.sizes = (x, weight, bias), (*x.shape, weight.shape[0])
             (y, *saved), after = node.forward("linear", (), (spec,), (given.delayed,), inputs, ctx.sizes)
             y = as_output(y, (*x.shape[:-1], weight.shape[0]))
-            saved += [weight] * (source.memory(spec.options) is not None)
+            saved = [*saved, *[weight] * (source.memory(spec.options) is not None)]
         else:
             (y, *saved), after = forward_pass((spec, exchange, source, given), x, weight, bias)
             if exchange is not LOCAL or spec.options.quantize_output:
