@@ -105,13 +105,14 @@ class LayerNormLinearFunction(torch.autograd.Function):
         else:
             (y, *results), ctx.after = norm_linear_forward(norm, linear, *inputs)
             y = output(spec, exchange, y, x.shape, given.delayed)
-        n = norm_of_parts(x, residual, results[:4])
+        value, stream, *of_rows = results[:4]
+        stream = x if residual is None else stream
         ctx.norm, ctx.axes, ctx.delayed = norm, linear[:3], given.delayed
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         written = [weight] * (isinstance(spec, node.Traced) and source.memory(spec.options) is not None)
-        ctx.save_for_backward(*results[4:], *saved_of_norm(spec, n, gamma, beta), *written)
+        ctx.save_for_backward(*results[4:], *saved_of_norm(spec, stream, of_rows, gamma, beta), *written)
         ctx.set_materialize_grads(False)
-        return y, *norm_outputs(ctx, norm, spec, n, x, residual)
+        return y, *norm_outputs(ctx, norm, spec, value, stream, x, residual)
 
     @staticmethod
     @first_order
@@ -219,20 +220,13 @@ def parts_of_norm(norm: NormCall, n: FusedOutput, residual: Tensor | None) -> li
     return [n.value if norm.return_norm else None, stream, mean if norm.norm.has_mean else None, rsigma]
 
 
-def norm_of_parts(x: Tensor, residual: Tensor | None, parts: Sequence[Tensor | None]) -> FusedOutput:
-    """Makes the norm's output of its parts."""
-    value, stream, *of_rows = parts
-    return new(FusedOutput, (value, x.dtype, of_rows, None, None, None, x if residual is None else stream))
-
-
 def norm_outputs(
-    ctx: Any, norm: NormCall, spec: Spec, n: FusedOutput, x: Tensor, residual: Tensor | None
+    ctx: Any, norm: NormCall, spec: Spec, value: Tensor | None, stream: Tensor, x: Tensor, residual: Tensor | None
 ) -> list[Tensor]:
     """Returns the outputs after Y: N and S if wanted, each with a gradient if what it is computed from has one."""
-    value, stream = n.value if norm.return_norm else None, n.stream if norm.return_stream else None
     moving = x.requires_grad or (residual is not None and residual.requires_grad)
     outputs, constant = [], []
-    for each, has_gradient in ((value, spec.options.needs_x), (stream, moving)):
+    for each, has_gradient in ((value, spec.options.needs_x), (stream if norm.return_stream else None, moving)):
         if each is not None:
             outputs.append(each)
             if not has_gradient:
@@ -242,10 +236,11 @@ def norm_outputs(
     return outputs
 
 
-def saved_of_norm(spec: Spec, n: FusedOutput, gamma: Tensor, beta: Tensor | None) -> tuple[Tensor | None, ...]:
+def saved_of_norm(
+    spec: Spec, stream: Tensor, of_rows: Sequence[Tensor | None], gamma: Tensor, beta: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Lists what backward reads of the norm: beta, to recompute N; and what :func:`norm_gradients` takes."""
-    assert n.stream is not None
-    of_gradients = (guarded(n.stream), gamma, *n.saved) if spec.options.needs_x else ()
+    of_gradients = (guarded(stream), gamma, *of_rows) if spec.options.needs_x else ()
     return beta if spec.recompute_x else None, *of_gradients
 
 
@@ -329,16 +324,19 @@ class LayerNormMLPFunction(torch.autograd.Function):
             results = mlp.norm.shaped(results, x)
         else:
             (y, *results), ctx.after = mlp_forward(mlp, *inputs)
-        n = norm_of_parts(x, residual, results[:4])
+        value, stream, *of_rows = results[:4]
+        stream = x if residual is None else stream
         ctx.mlp = mlp
         ctx.has_residual, ctx.has_beta = residual is not None, beta is not None
         written: list[Tensor] = []
         for call, weight in ((mlp.fc1, w1), (mlp.fc2, w2)):
             if isinstance(call.spec, node.Traced) and call.source.memory(call.spec.options) is not None:
                 written.append(weight)
-        ctx.save_for_backward(*results[4:], *saved_of_norm(spec, n, gamma, beta), *written)
+        ctx.save_for_backward(*results[4:], *saved_of_norm(spec, stream, of_rows, gamma, beta), *written)
         ctx.set_materialize_grads(False)
-        return as_output(y, (*x.shape[:-1], w2.shape[0])), *norm_outputs(ctx, mlp.norm, spec, n, x, residual)
+        return as_output(y, (*x.shape[:-1], w2.shape[0])), *norm_outputs(
+            ctx, mlp.norm, spec, value, stream, x, residual
+        )
 
     @staticmethod
     @first_order

@@ -173,9 +173,11 @@ class Norm:
     zero_centered_gamma: bool = False
 
     text: str = field(init=False, repr=False, compare=False)
+    has_mean: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         norm.check_name(self.normalization)
+        object.__setattr__(self, "has_mean", self.normalization == "LayerNorm")
         # Spelled here: in traced code a number of a module may be a symbol.
         object.__setattr__(self, "text", f"{self.normalization}:{self.eps!r}:{int(self.zero_centered_gamma)}")
 
@@ -184,11 +186,6 @@ class Norm:
         """Reads ``text``."""
         name, eps, centered = text.split(":")
         return cls(name, float(eps), centered == "1")
-
-    @property
-    def has_mean(self) -> bool:
-        """Whether it subtracts the mean, and has a beta."""
-        return self.normalization == "LayerNorm"
 
     def gradients(
         self, dy: Tensor, x: Tensor, gamma: Tensor, saved: tuple[Tensor, ...], dresidual: Tensor | None = None

@@ -285,9 +285,8 @@ class LayerNormMLP(parts.LayerOfParts):
             dtype = linear_call.compute_dtype(fc1, x)
             gamma, beta = own_norm.weight, own_norm.bias
             needs_x = parts.needs_gradient(x, residual, gamma, beta)
-            node = torch.compiler.is_compiling() and all(
-                linear_call.takes_node(fc, is_first_microbatch) for fc in (fc1, fc2)
-            )
+            compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
+            node = compiling and all(linear_call.takes_node(fc, is_first_microbatch) for fc in (fc1, fc2))
             call1, w1, b1 = linear_call.prepare_call(
                 fc1, first, dtype, needs_x, is_first_microbatch, exchange=column, recompute_x=self.recompute_norm,
                 node=node,
