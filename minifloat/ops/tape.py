@@ -68,7 +68,7 @@ class _Taping(threading.local):
 taping = _Taping()
 """A test, a profiler or a fake tensor is to see operations where there are more modes than ``taping.modes``."""
 watching: list[Any] = []
-"""What counts products, which passes that are replayed do not."""
+"""Counters of products: passes run as they are where there is one."""
 
 
 def current() -> Tape | None:
@@ -401,7 +401,7 @@ class _Writer:
         return f"t{slot} = empty({shape}, {stride}, {dtype})" + ".zero_()" * (step.kind == "zeros")
 
     def _tensor(self, place: Place, kept: bool = True) -> str:
-        """What is neither written to nor ``kept`` may be a view to autograd, which takes less time."""
+        """Spells a tensor; one that is neither written to nor ``kept`` may be a view to autograd, in less time."""
         slot, offset, (shape, stride, dtype) = place
         if slot == _NOTHING:
             return f"empty({shape}, {stride}, {dtype})"
