@@ -479,7 +479,7 @@ class Recorder:
         self.latest: dict[Any, tuple[int, Any]] = {}  # of a key and a number: device and replay
 
     def again(self, key: Any, tensors: list[Any]) -> Any:
-        """What a call returns if one look tells that it is the key's latest replay; else None, and nothing was done."""
+        """Returns what a call does if one look finds it to be the key's latest replay; else None, with nothing done."""
         latest = self.latest.get((key, len(tensors)))
         if latest is None or taping.tape is not None or watching or _modes() or _autocast():
             return None
