@@ -96,9 +96,7 @@ class Saved(NamedTuple):
     @property
     def layout(self) -> tuple[Any, int, Any]:
         """Says to ``unpack`` what these results are."""
-        if self.at is None:
-            return None, 4, ()
-        return Operand, 4, (*self.at, (self.rows, self.cols), self.dtype)
+        return (None, 4, ()) if self.at is None else (Operand, 4, (*self.at, (self.rows, self.cols), self.dtype))
 
 
 class Pass:
@@ -243,22 +241,25 @@ def run(
         written: the histories of two linears, and memory that their dW are added to.
     """
     plan_, backward = plan(key), direction == "backward"
-    specs = plan_.specs
-    end, count = len(tensors) - plan_.seeds[backward], len(specs)
+    end, count = len(tensors) - plan_.seeds[backward], len(plan_.specs)
     own, rest, seeds = tensors[: end - 2 * count], tensors[end - 2 * count : end], list[Any](tensors[end:])
-    calls = [_call_of(spec, rest[i], rest[count + i], *written[i::2]) for i, spec in enumerate(specs)]
+    calls = [_call_of(spec, rest[i], rest[count + i], *written[i::2]) for i, spec in enumerate(plan_.specs)]
     if not backward and any(history is not None for history in written):
         delayed.refuse_recomputation()
     with torch.no_grad(), torch._C._DisableAutocast(), given_seeds(seeds):
         if not backward:
-            return _flat(plan_.forward(calls, own), plan_.results(sizes))
-        saved = plan_.saved(sizes)
+            return _flat(plan_.forward(calls, own), _listed(key, tuple(sizes))[0])
+        saved = _listed(key, tuple(sizes))[1]
         outputs = own[: len(own) - len(saved)]
         kept = [_restored(x, result) for x, result in zip(own[len(outputs) :], saved, strict=True)]
         made = plan_.backward(calls, outputs, kept, sizes)
-        given = [gradient is not None for gradient in outputs]
         made = [x.clone() if x is not None and any(x is each for each in outputs) else x for x in made]
-        return _flat(made, plan_.gradients(sizes, given))
+        return _flat(made, plan_.gradients(sizes, [each is not None for each in outputs]))
+
+
+@lru_cache(4096)
+def _listed(key: str, sizes: tuple[int, ...]) -> tuple[list[Result], list[Result]]:
+    return plan(key).results(sizes), plan(key).saved(sizes)
 
 
 def _call_of(
@@ -301,8 +302,7 @@ def _restored(x: Tensor | None, result: Result) -> Tensor | None:
 
 def _run_(*args: Any) -> list[Tensor]:
     made = run(*args)
-    like = made[0]
-    return [*made, *[like.new_empty(0) for _ in range(_MOST - len(made))]]
+    return [*made, *[made[0].new_empty(0) for _ in range(_MOST - len(made))]]
 
 
 def shapes(direction: str, key: str, tensors: list[Tensor | None], sizes: list[Any], *written: Any) -> list[Tensor]:
