@@ -323,6 +323,17 @@ def test_a_gradient_of_the_input_alone_adds_nothing(make: Callable[..., nn.Modul
     assert all(p.main_grad.any() for name, p in layer.named_parameters() if p.dim() == 2)  # type: ignore[attr-defined]
 
 
+def test_a_backward_that_only_adds() -> None:
+    """Of a first layer without a bias nothing goes to autograd."""
+    layer = Linear(IN, OUT, bias=False, recipe="current", fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(OUT, IN)
+    eager, x = copy.deepcopy(layer), torch.randn(6, IN)
+    eager.weight.main_grad = torch.zeros(OUT, IN)
+    for run in (eager, compiled(layer)):
+        run(x).square().sum().backward()
+    assert layer.weight.main_grad.any() and torch.equal(layer.weight.main_grad, eager.weight.main_grad)
+
+
 def splits(model: Any, x: Tensor) -> Tensor:
     y: Tensor = model(x, torch.tensor([4, 2])) if isinstance(model, GroupedMLP) else model(x)
     return y

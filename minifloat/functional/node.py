@@ -300,9 +300,9 @@ def _restored(x: Tensor | None, result: Result) -> Tensor | None:
     return x.reshape(result.shape)
 
 
-def _run_(*args: Any) -> list[Tensor]:
-    made = run(*args)
-    return [*made, *[made[0].new_empty(0) for _ in range(_MOST - len(made))]]
+def _padded(made: list[Tensor], tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    like = next(x for x in tensors if x is not None)
+    return [*made, *[like.new_empty((0,)) for _ in range(_MOST - len(made))]]
 
 
 def shapes(direction: str, key: str, tensors: list[Tensor | None], sizes: list[Any], *written: Any) -> list[Tensor]:
@@ -316,11 +316,6 @@ def shapes(direction: str, key: str, tensors: list[Tensor | None], sizes: list[A
     return [like.new_empty((prod(each.shape),), dtype=each.dtype) for each in results if isinstance(each, Memory)]
 
 
-def _shapes_(*args: Any) -> list[Tensor]:
-    made = shapes(*args)
-    return [*made, *[made[0].new_empty((0,)) for _ in range(_MOST - len(made))]]
-
-
 def draw_of_pass(like: Tensor, apart: Tensor, count: int) -> list[Tensor]:
     """Draws seeds, int64 [2] each, on the device of ``like``; ``apart``: see :func:`~minifloat.ops.library.apart`."""
     return [torch.randint(2**62, (2,), dtype=torch.int64, device=like.device) for _ in range(count)]
@@ -328,7 +323,7 @@ def draw_of_pass(like: Tensor, apart: Tensor, count: int) -> list[Tensor]:
 
 for _name, _function, _fake in (
     ("node", run, shapes),
-    ("node_", _run_, _shapes_),
+    ("node_", lambda *args: _padded(run(*args), args[2]), lambda *args: _padded(shapes(*args), args[2])),
     ("draw_of_pass", draw_of_pass, lambda like, _, count: [like.new_empty(2, dtype=torch.int64) for _ in range(count)]),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
