@@ -110,7 +110,7 @@ class Pass:
     kinds: ClassVar[dict[str, type[Pass]]] = {}
 
     def __init__(self, specs: Sequence[Spec], into_memory: Sequence[bool], facts: Sequence[str]) -> None:
-        self.specs, self.into_memory, self.facts = specs, into_memory, facts
+        self.specs, self.into_memory = specs, into_memory
         forward = [draws(each) for spec in specs for each in (spec.x, spec.w)]
         again = [draws(spec.config.input) for spec in specs if spec.recompute_x or spec.again is not None]
         self.seeds = sum(forward), sum([draws(spec.dy) for spec in specs]) + sum(again)
